@@ -91,10 +91,10 @@ class Policy:
 
         Batch statistics of Flax, and scales and histories of its FP8 layers, keep their dtype, if their type
         (`nnx.BatchStat`) or the key `batch_stats` or `_overwrite_with_gradient` beside `params` marks them. A warning
-        names overrides that match no floating leaf: they do nothing here.
+        names overrides that match no floating leaf, if there is one: they do nothing here.
         """
         if text := self._overrides_without_a_leaf(tree):
-            _errors.warn(f"`Policy.cast_to_param`: {text}")
+            _errors.warn(f"`Policy.cast_to_param`: {text} Cast all parts of a model in one tree: their paths are whole.")
         return self.cast_to(np.dtype(self.param_dtype), tree)
 
     def cast_to_compute(self, tree: T) -> T:
@@ -180,9 +180,9 @@ class Policy:
         near = lambda path: -difflib.SequenceMatcher(None, "|".join(useless), path).ratio()
         text = (
             f"no floating leaf's path matches {', '.join(map(repr, useless))}. An override is a regular expression "
-            f"searched in one of these: {_errors.listed(sorted(paths, key=near), 8) or '(none)'}."
+            f"searched in one of these: {_errors.listed(sorted(paths, key=near), 8)}."
         )
-        return text if useless else ""
+        return text if paths and useless else ""
 
 
 def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) -> Policy:

@@ -257,3 +257,6 @@ def test_an_override_that_matches_nothing_warns_with_the_paths_that_come_near():
     tx = mpx.mixed_precision(optax.sgd(0.1), policy)
     tx.init(cast)  # a group of `optax.partition` need not have all leaves: no warning, which would be an error here
     policy.cast_to_compute(tree)
+    policy.cast_to_param({"step": jnp.zeros((), jnp.int32)})  # nothing to cast, nothing to say
+    with pytest.warns(UserWarning, match="Cast all parts of a model in one tree"):
+        policy.cast_to_param({"body": tree["body"]})

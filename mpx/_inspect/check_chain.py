@@ -6,6 +6,7 @@ The program of one update is traced, not run, and two kinds of values are follow
   may be selected against zero (a skipped step), multiplied by a boolean (`MultiSteps`) or moved about. What the state
   keeps of the weight must then be selected as often against what it was before.
 - Gradients, until `loss_scaling` receives them. In front of it, whatever is not linear sees scaled gradients.
+- Updates of `loss_scaling`. What is added to them changes weights in a skipped step.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from mpx._primitives import facts_of, holds_programs_run_once
 from mpx._stored.leaves import StateLeaf, leaves_of
 from mpx._stored.roles import KEPT_OF_WEIGHTS, WRITES_BACK
 from mpx._stored.state_format import shown
-from mpx._transforms.loss_scaling import SCALED
+from mpx._transforms.loss_scaling import SCALED, SKIPPED
 from mpx._writeback import MARK, SENT
 
 
@@ -36,8 +37,8 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     parameters get out of step with what is remembered, and no error follows; if it becomes zero, the weight that is
     remembered trains on. `loss_scaling` takes the gradients of a scaled loss: clipping in front of it clips scaled
     gradients, and an average over steps (`optax.MultiSteps`) never loses a NaN again, so that every later step is
-    skipped. A rule outside of `master_weights` may not keep its state in 16 bits. Call this once, where the optimizer
-    is made; it only traces.
+    skipped. What is added behind it, such as weight decay, is added in skipped steps too. A rule outside of
+    `master_weights` may not keep its state in 16 bits. Call this once, where the optimizer is made; it only traces.
 
     Args:
         tx: the whole transformation.
@@ -92,6 +93,7 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     if received:
         _require_unscaled_gradients({path: histories[path] for path in leaves if _trees.is_floating(leaves[path])})
         require_no_state_behind(states, "check_chain")
+    _require_nothing_added(histories)
     _require_final_updates(histories)
     after = dict(zip(_trees.leaves_by_path(new_state), results[len(leaves) :], strict=True))
     _require_no_lost_updates(states, histories, after)
@@ -106,7 +108,8 @@ GRADIENT = "gradients"
 class Value(NamedTuple):
     """The history of a value."""
 
-    origin: str = ""  # `gradient`, or the transformation that made it a final update; empty for other values
+    # `GRADIENT`, `SKIPPED`, or the transformation that made it a final update; empty for other values.
+    origin: str = ""
     changed_by: str = ""  # the first primitive, or transformation, that changed it where nothing may
     is_zero: bool = False  # whether it is zero everywhere
     is_mask: bool = False  # whether it is a boolean, perhaps in a numeric dtype
@@ -127,12 +130,14 @@ def followed(program: Any, inputs: list[Value]) -> tuple[list[Value], list[Value
         if mark == SCALED:
             received.append(operands[0])
             return [_OTHER if operands[0].origin == GRADIENT else operands[0]]
+        if mark == SKIPPED:
+            return [operands[0] if operands[0].origin else operands[0]._replace(origin=SKIPPED)]
         if mark == GRADIENTS:
             return [Value(GRADIENT)]
         if mark.startswith(MARK):
             return [_named(mark.removeprefix(MARK), operands[0])]
         if eqn.primitive.name == "add" and any(value.is_old for value in operands):
-            landed.extend(value for value in operands if value.origin not in ("", GRADIENT))
+            landed.extend(value for value in operands if value.origin not in ("", GRADIENT, SKIPPED))
         if holds_programs_run_once(eqn):
             columns = propagate_inside(eqn, operands, rule, constant)
             return [_one_of(column, eqn.primitive.name) for column in columns]
@@ -152,7 +157,7 @@ def _tracked(values: Sequence[Value]) -> list[Value]:
 
 def _named(author: str, earlier: Value) -> Value:
     """Return the history of an update after a transformation has left its name on it."""
-    if earlier.origin in ("", GRADIENT, SENT):
+    if earlier.origin in ("", GRADIENT, SENT, SKIPPED):
         return Value(author)
     if author == SENT:  # `mpx.zero1` sends the number that it lands on, unless something was wrong before
         return earlier if earlier.changed_by else Value(SENT)
@@ -176,6 +181,8 @@ def _result(eqn: JaxprEqn, operands: list[Value]) -> Value:
     result, is_selected = tracked[0], name == "mul" and any(is_mask)
     if result.origin == GRADIENT:
         is_allowed = moves or _is_linear(eqn, operands)
+    elif result.origin == SKIPPED:
+        is_allowed = name not in ("add", "sub") or all(value.origin == SKIPPED or value.is_zero for value in operands)
     else:
         is_allowed = (moves and not _narrows(eqn)) or is_selected
     zeros, olds = (result.zeros + is_selected, result.olds) if moves or is_selected else (0, 0)
@@ -245,9 +252,21 @@ def _require_unscaled_gradients(updates: dict[_trees.Path, Value]) -> None:
         )
 
 
+def _require_nothing_added(updates: dict[_trees.Path, Value]) -> None:
+    """Raise if something is added to an update that is zero in a skipped step."""
+    added = [path for path, value in updates.items() if value.origin == SKIPPED and value.changed_by]
+    if added:
+        raise ValueError(
+            f"`check_chain`: `{updates[added[0]].changed_by}` adds to the update of "
+            f"{_trees.path_string(added[0])!r} behind `loss_scaling`, also in a step that it skips ({len(added)} of "
+            f"{len(updates)} leaves). Put what changes updates inside: `loss_scaling(optax.chain(rule, "
+            "optax.add_decayed_weights(1e-4)))`."
+        )
+
+
 def _require_final_updates(updates: dict[_trees.Path, Value]) -> None:
     """Raise if an update is changed after a transformation has chosen where it lands."""
-    final = {path: value for path, value in updates.items() if value.origin not in ("", GRADIENT)}
+    final = {path: value for path, value in updates.items() if value.origin not in ("", GRADIENT, SKIPPED)}
     changed = [path for path, value in final.items() if value.changed_by]
     if changed:
         author, by, *_ = final[changed[0]]
@@ -264,7 +283,7 @@ def _require_no_lost_updates(
     """Raise if an update becomes zero, and what the state keeps of the weight changes nevertheless."""
     kept = [leaf for leaf in states if leaf.role in KEPT_OF_WEIGHTS and leaf.owner in WRITES_BACK]
     kept = [leaf for leaf in kept if leaf.path_of_parameter in updates]
-    is_lost = lambda value, kept: value.origin in ("", GRADIENT) or value.zeros > kept.olds
+    is_lost = lambda value, kept: value.origin in ("", GRADIENT, SKIPPED) or value.zeros > kept.olds
     lost = [leaf for leaf in kept if is_lost(updates[leaf.path_of_parameter], after[leaf.path])]
     if lost:
         author, path = WRITES_BACK[lost[0].owner], _trees.path_string(lost[0].path_of_parameter)

@@ -18,7 +18,9 @@ from mpx._stored.leaves import is_state, require_types
 from mpx._stored.roles import register_state
 from mpx._transforms.upcast import keep_types, stable_state
 
-SCALED = "mpx.scaled_gradients"  # the name of incoming gradients, for `check_chain`; a string as `MARK` is
+# The names of incoming gradients and of updates, for `check_chain`; strings as `MARK` is.
+SCALED = "mpx.scaled_gradients"
+SKIPPED = "mpx.skipped_updates"
 
 
 @register_state(
@@ -114,7 +116,7 @@ def loss_scaling(
         _errors.require_state(state, LossScalingState, "loss_scaling")
         _errors.require_state(state.scale_state, state_type, "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
-        mark = (lambda g: g) if start.is_always_one else (lambda g: checkpoint_name(g, SCALED))
+        mark = lambda x, name=SCALED: x if start.is_always_one else checkpoint_name(x, name)
         updates = jax.tree.map(mark, updates)
         first_nonfinite = _first_nonfinite(updates, axis_name)
         finite = first_nonfinite < 0
@@ -136,6 +138,7 @@ def loss_scaling(
         new_state = keep_types(state, new_state)
         inner_state = select_tree(finite, new_state.inner_state, state.inner_state)
         updates = select_tree(finite, updates, jax.tree.map(_minus_zero, updates))
+        updates = jax.tree.map(lambda u: mark(u, SKIPPED), updates)
         return updates, new_state._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

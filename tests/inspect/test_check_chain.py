@@ -140,7 +140,33 @@ def test_a_skipped_step_does_change_a_state_behind_the_loss_scale():
         assert optax.tree.get(state, "count") == count
 
 
+ADDED_BEHIND = {
+    "decay": lambda tx: optax.chain(tx, optax.add_decayed_weights(1e-2)),
+    "decay of a scaled update": lambda tx: optax.chain(tx, optax.scale(-1e-3), optax.add_decayed_weights(1e-2)),
+    "decay in a mask": lambda tx: optax.chain(
+        tx, optax.masked(optax.add_decayed_weights(1e-2), {"bias": False, "kernel": True})
+    ),
+    "a centre": lambda tx: optax.chain(tx, optax.keep_params_nonnegative()),
+}
+
+
+@pytest.mark.parametrize("name", ADDED_BEHIND)
+def test_what_is_added_behind_the_loss_scale_is_caught_since_it_changes_weights_in_a_skipped_step(name):
+    """Control: inside it passes."""
+    tx = ADDED_BEHIND[name](mpx.mixed_precision(optax.sgd(1e-2), "f16-scaled"))
+    with pytest.raises(
+        ValueError, match=r"adds to the update of .* behind `loss_scaling`, also in a step that it skips"
+    ):
+        mpx.check_chain(tx)
+    params = {"bias": -jnp.ones(8), "kernel": jnp.ones((8, 8))}
+    infinite = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params)
+    updates, _ = tx.update(infinite, tx.init(params), params)
+    assert any((u != 0).any() for u in jax.tree.leaves(updates))
+    mpx.check_chain(mpx.mixed_precision(ADDED_BEHIND[name](optax.sgd(1e-2)), "f16-scaled"))
+
+
 WITHOUT_STATE_BEHIND = {
+    "a scale": optax.chain(mpx.loss_scaling(optax.adam(1e-3)), optax.scale(0.5), optax.clip(1.0)),
     "Kahan": optax.chain(mpx.loss_scaling(mpx.upcast(optax.adam(1e-3))), mpx.kahan_summation()),
     "stochastic": optax.chain(mpx.loss_scaling(mpx.upcast(optax.sgd(0.1))), mpx.stochastic_rounding(jax.random.key(0))),
     "a measure": optax.chain(mpx.loss_scaling(optax.adam(1e-3)), optax.snapshot("norm", optax.tree.norm)),
