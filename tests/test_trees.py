@@ -71,7 +71,7 @@ def test_a_field_called_value_keeps_its_name():
     cast = policy.cast_to_param(model)["attention"]
     assert (cast.query.dtype, cast.value.dtype) == (BF16, np.float32)
     assert "attention/value" in policy.describe(model)
-    inexact = jnp.full((1, 8), 1.001, F32)
+    inexact = jnp.full((2, 8), 1.001, F32)
     product = mpx.autocast(lambda m, x: (x @ m["attention"].query, x @ m["attention"].value), policy)(model, inexact)
     assert (product[0] != product[1]).all()  # the first one in bfloat16, the second one in float32
 

@@ -179,8 +179,8 @@ def plan_of(fun, *args, dtypes=None):
     leaves, treedef = jax.tree.flatten(args)
     pairs = zip(leaves, dtypes or [None] * len(leaves), strict=True)
     views = [View(x if dtype is None else x.astype(dtype), x) for x, dtype in pairs]
-    with differentiating(lambda: None) as taken:
-        taken.update({id(view.narrow): view for view in views if view.narrow is not view.wide})
+    with differentiating(lambda: None) as current:
+        current.views.update({id(view.narrow): view for view in views if view.narrow is not view.wide})
         return autocast_of(fun).trace(treedef.unflatten([view.narrow for view in views]), {}).plan
 
 

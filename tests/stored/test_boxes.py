@@ -131,8 +131,8 @@ class Run:
     def stepped(self, step, state, places):
         compiled = jax.jit(step, out_shardings=(self.places(self.params), places), compiler_options=unfused())
         params = self.params
-        for _ in range(2):
-            params, state = compiled(params, state, self.grads)
+        for _ in range(2):  # two programs at once would wait for each other's threads, where cores are few
+            params, state = jax.block_until_ready(compiled(params, state, self.grads))
         return params, state
 
     # What is done with it.
