@@ -94,7 +94,7 @@ class Policy:
         names overrides that match no floating leaf, if there is one: they do nothing here.
         """
         if text := self._overrides_without_a_leaf(tree):
-            _errors.warn(f"`Policy.cast_to_param`: {text} Cast all parts of a model in one tree: their paths are whole.")
+            _errors.warn(f"`Policy.cast_to_param`: {text} Cast all parts of a model in one tree, for whole paths.")
         return self.cast_to(np.dtype(self.param_dtype), tree)
 
     def cast_to_compute(self, tree: T) -> T:
