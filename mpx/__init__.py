@@ -4,11 +4,13 @@ Small composable Optax transformations: float32 master weights, dynamic loss sca
 rounding around or after any rule; and cast policies for any pytree.
 """
 
+import importlib as _importlib
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from mpx import formats as formats
-from mpx import monitor as monitor
 from mpx import states as states
 from mpx._any_precision_adamw import any_precision_adamw as any_precision_adamw
 from mpx._autocast.explain import explain as explain
@@ -56,10 +58,34 @@ from mpx._transforms.low_precision_state import low_precision_state as low_preci
 from mpx._transforms.master_weights import master_weights as master_weights
 from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
 from mpx._transforms.upcast import upcast as upcast
-from mpx.monitor.report import underflow_report as underflow_report
-from mpx.tools.plan.compare_plans import compare_plans as compare_plans
-from mpx.tools.plan.memory_plan import memory_plan as memory_plan
-from mpx.tools.program.step_report import step_report as step_report
+
+# Tools are imported when they are used: a training script needs none of them.
+_TOOLS = {
+    "compare_plans": "mpx.tools.plan.compare_plans",
+    "memory_plan": "mpx.tools.plan.memory_plan",
+    "monitor": "mpx.monitor",
+    "step_report": "mpx.tools.program.step_report",
+    "underflow_report": "mpx.monitor.report",
+}
+if _TYPE_CHECKING:
+    from mpx import monitor as monitor
+    from mpx.monitor.report import underflow_report as underflow_report
+    from mpx.tools.plan.compare_plans import compare_plans as compare_plans
+    from mpx.tools.plan.memory_plan import memory_plan as memory_plan
+    from mpx.tools.program.step_report import step_report as step_report
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module 'mpx' has no attribute {name!r}")
+    module = _importlib.import_module(_TOOLS[name])
+    globals()[name] = module if name == "monitor" else getattr(module, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_TOOLS])
+
 
 try:
     __version__ = _version("mpx-jax")

@@ -12,7 +12,7 @@ import mpx
 ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = {
     name: value
-    for name, value in vars(mpx).items()
+    for name, value in ((name, getattr(mpx, name)) for name in dir(mpx))
     if not name.startswith("_") and not isinstance(value, types.ModuleType)
 }
 WRITTEN = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -22,7 +22,7 @@ WITHOUT_EXAMPLE = {"cast_to_full", "cast_to_half"}
 
 def test_the_index_is_seen_at_a_glance():
     assert len(PUBLIC) <= 54  # `checkpoint` came: what is kept between the passes, in few bits
-    assert {"formats", "monitor", "states"} <= vars(mpx).keys()
+    assert {"formats", "monitor", "states"} <= set(dir(mpx))
 
 
 def test_every_public_function_and_class_is_documented_and_every_function_has_an_example():
@@ -33,13 +33,15 @@ def test_every_public_function_and_class_is_documented_and_every_function_has_an
     assert {name for name in made if inspect.isfunction(PUBLIC[name])} - with_example <= WITHOUT_EXAMPLE
 
 
-def test_importing_takes_no_device_and_imports_nothing_but_the_core():
-    """A GPU is taken by the first array; a library must not take it at import."""
+def test_importing_takes_no_device_and_imports_nothing_but_the_core_and_no_tools():
+    """A GPU is taken by the first array; a library must not take it at import. Tools load when they are used."""
     code = (
         "import sys, jax, optax\n"
         "jax.config.update('jax_platforms', 'no_such_platform')\n"
         "before = set(sys.modules); import mpx\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "assert not [name for name in sys.modules if name.startswith(('mpx.tools', 'mpx.monitor'))]\n"
+        "assert mpx.step_report is not None and mpx.monitor.fates is not None\n"
         "print(*sorted(new - sys.stdlib_module_names - {'jax', 'jaxlib', 'numpy', 'optax', 'ml_dtypes'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
