@@ -115,7 +115,7 @@ def run_in_lines(text, names):
 
     What needs a compiler for GPUs may say that there is none.
     """
-    public = {name: value for name, value in vars(mpx).items() if name[0] != "_"}
+    public = {name: getattr(mpx, name) for name in dir(mpx) if name[0] != "_"}
     known = vars(builtins) | public | {"mpx": mpx} | names
     for code in code_in_lines(text):
         tree = ast.parse(code, mode="eval")
