@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ def assign(state: Any, patterns: Mapping[str, StateFormat], min_size: int) -> As
         leaf = found.leaf
         if not (is_stored(leaf) or _trees.is_inexact(leaf)) or not leaf.shape:
             continue
-        pattern = next((pattern for pattern in patterns if _matches(pattern, names[found.path])), None)
+        pattern = next((pattern for pattern in patterns if _matches(pattern, names[found.path], found.role)), None)
         if pattern is not None:
             format = patterns[pattern].for_role(found.role) if math.prod(leaf.shape) >= min_size else FLOAT32
             chosen[i] = Assigned(_with_blocks_of(leaf, format), pattern)
@@ -61,8 +61,9 @@ def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
     return format.for_shards(sharding.shard_shape(leaf.shape)[-1])
 
 
-def _matches(pattern: str, path: str) -> bool:
-    return re.search(_whole(pattern), path) is not None
+def _matches(pattern: str, path: str, role: Role) -> bool:
+    """Return whether a pattern is the role of a leaf, or is found in its path."""
+    return pattern == role if pattern in get_args(Role) else re.search(_whole(pattern), path) is not None
 
 
 def _whole(pattern: str) -> str:
@@ -112,15 +113,16 @@ def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], 
     unused = [pattern for pattern in patterns if pattern not in used]
     if not unused:
         return
-    leaves, names = _trees.leaves_by_path(state), _trees.path_names(state)
-    paths = [names[path] for path, leaf in leaves.items() if _trees.is_inexact(leaf) and np.shape(leaf)]
-    shadowed = next((pattern for pattern in unused if any(_matches(pattern, path) for path in paths)), None)
+    leaves, names = leaves_of(state), _trees.path_names(state)
+    roles = {names[x.path]: x.role for x in leaves if _trees.is_inexact(x.leaf) and np.shape(x.leaf)}
+    is_met = lambda pattern: any(_matches(pattern, path, role) for path, role in roles.items())
+    shadowed = next(filter(is_met, unused), None)
     if shadowed is not None:
         raise ValueError(
             f"`low_precision_state`: the pattern {shadowed!r} decides about no leaf, because others before it match "
             "all of its leaves, and the first one wins. Put exceptions in front."
         )
-    listed = _errors.listed(paths, _LISTED_PATHS) or "(none)"
+    listed = _errors.listed([*roles], _LISTED_PATHS) or "(none)"
     raise ValueError(
         f"`low_precision_state`: the pattern {unused[0]!r} matches no floating-point array in the state of this rule. "
         f"A pattern matches whole components of a path. The paths are: {listed}."

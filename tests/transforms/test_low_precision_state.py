@@ -154,6 +154,8 @@ def test_a_field_of_unknown_sign_has_to_be_told(state_of):
         (".*/a", ["0/mu/a", "0/nu/a"]),
         ("mu|nu", ["0/mu/a", "0/mu/u/mu", "0/nu/a", "0/nu/u/mu"]),
         (r"nu/(?!a).*", ["0/nu/u/mu"]),
+        ("first moment", ["0/mu/a", "0/mu/u/mu"]),  # a role
+        ("second moment", ["0/nu/a", "0/nu/u/mu"]),
     ],
 )
 def test_a_pattern_matches_whole_components_of_a_path(pattern, expected):
@@ -165,6 +167,14 @@ def test_a_pattern_matches_whole_components_of_a_path(pattern, expected):
         if leaf.dtype == jnp.bfloat16
     }
     assert sorted(stored) == expected
+
+
+def test_a_role_stands_for_the_leaves_that_a_rule_keeps_under_another_name():
+    """SM3 calls its second moment `mu`."""
+    tx = mpx.low_precision_state(optax.sm3(1e-3), {"second moment": "bf16"})
+    (sm3, *_) = tx.init({"w": jnp.ones(4096, jnp.float32)}).inner_state
+    assert {x.dtype for x in jax.tree.leaves(sm3.mu)} == {jnp.bfloat16}
+    assert sm3.nu["w"].dtype == np.float32
 
 
 def test_the_first_pattern_wins_so_that_an_exception_stands_in_front():
