@@ -113,16 +113,16 @@ def require_every_pattern_used(state: Any, patterns: Mapping[str, StateFormat], 
     unused = [pattern for pattern in patterns if pattern not in used]
     if not unused:
         return
-    leaves, names = leaves_of(state), _trees.path_names(state)
-    roles = {names[x.path]: x.role for x in leaves if _trees.is_inexact(x.leaf) and np.shape(x.leaf)}
-    is_met = lambda pattern: any(_matches(pattern, path, role) for path, role in roles.items())
+    names = _trees.path_names(state)
+    arrays = [found for found in leaves_of(state) if _trees.is_inexact(found.leaf) and np.shape(found.leaf)]
+    is_met = lambda pattern: any(_matches(pattern, names[found.path], found.role) for found in arrays)
     shadowed = next(filter(is_met, unused), None)
     if shadowed is not None:
         raise ValueError(
             f"`low_precision_state`: the pattern {shadowed!r} decides about no leaf, because others before it match "
             "all of its leaves, and the first one wins. Put exceptions in front."
         )
-    listed = _errors.listed([*roles], _LISTED_PATHS) or "(none)"
+    listed = _errors.listed([names[found.path] for found in arrays], _LISTED_PATHS) or "(none)"
     raise ValueError(
         f"`low_precision_state`: the pattern {unused[0]!r} matches no floating-point array in the state of this rule. "
         f"A pattern matches whole components of a path. The paths are: {listed}."

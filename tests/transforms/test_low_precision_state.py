@@ -173,7 +173,7 @@ def test_a_role_stands_for_the_leaves_that_a_rule_keeps_under_another_name():
     """SM3 calls its second moment `mu`."""
     tx = mpx.low_precision_state(optax.sm3(1e-3), {"second moment": "bf16"})
     (sm3, *_) = tx.init({"w": jnp.ones(4096, jnp.float32)}).inner_state
-    assert {x.dtype for x in jax.tree.leaves(sm3.mu)} == {jnp.bfloat16}
+    assert {x.dtype for x in jax.tree.leaves(sm3.mu)} == {np.dtype(jnp.bfloat16)}
     assert sm3.nu["w"].dtype == np.float32
 
 
