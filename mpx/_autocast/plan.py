@@ -5,6 +5,7 @@ the list of decisions about one jaxpr with given tags. Plans of programs inside 
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -170,6 +171,7 @@ class Planner:
         steps: list[Step] = []
         program = open_jaxpr(jaxpr)
         uses = count_uses(program)
+        activated = functools.cache(lambda: _going_into_functions(program))
 
         def used_once(variables: Sequence[Any], tags: Sequence[Tag]) -> tuple[Tag, ...]:
             """Return tags of values: with several uses, cotangents are added up before a contraction rounds them."""
@@ -181,20 +183,10 @@ class Planner:
             transfer_in = transfers.get(id(eqn))
             if eqn.primitive.name in self._handlers:
                 eqn = eqn.replace(outvars=[v if uses[v] else jex_core.DropVar(v.aval) for v in eqn.outvars])
-            steps.append(self._step(eqn, used_once(eqn.invars, tags), transfer_in))
+            steps.append(self._step(eqn, used_once(eqn.invars, tags), transfer_in, activated))
             return steps[-1].out_tags
 
         out_tags = used_once(program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN))
-        # Only now is it known where a sum goes. If into no function, XLA adds up the bias's gradient in the kernel that
-        # computes the cotangent, and the barrier of `with_rounded_cotangent` would cost one more.
-        if any(step.action == "round_cotangent" for step in steps):
-            activated = _going_into_functions(program)
-            steps = [
-                step._replace(action="keep")
-                if step.action == "round_cotangent" and step.eqn.outvars[0] not in activated
-                else step
-                for step in steps
-            ]
         used = _used_in(program, steps)
         new = _narrow_transfers(steps, used)
         # What is used of a value is known from the end of the program, its tag from the start. A value that will be
@@ -205,7 +197,9 @@ class Planner:
         used_in = tuple(used.get(v) for v in program.invars)
         return CastPlan(jaxpr, tuple(steps), in_tags, out_tags, self._rounded_to(program, steps, uses), used_in)
 
-    def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None) -> Step:
+    def _step(
+        self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None, activated: Callable[[], set[Any]]
+    ) -> Step:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
         is_decided = MARK in str(eqn.source_info.name_stack)
@@ -228,7 +222,9 @@ class Planner:
         # The user's table turns off a default rule. Without a default there is nothing to tell.
         if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
             return _kept(eqn, tags, f"the rule for {name} is {rule}")
-        if name == "add" and _adds_a_bias(eqn, tags):
+        # If the sum goes into no function, XLA adds up the bias's gradient in the kernel that computes the cotangent,
+        # and the barrier of `with_rounded_cotangent` would cost one more.
+        if name == "add" and _adds_a_bias(eqn, tags) and eqn.outvars[0] in activated():
             return Step(eqn, "round_cotangent", None, tags, (UNKNOWN,))
         return _kept(eqn, tags, _BY_ITS_AUTHOR if facts_of(eqn).runs == "custom" else f"autocast does not enter {name}")
 
