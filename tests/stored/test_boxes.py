@@ -1,5 +1,6 @@
 """Boxes of Flax around parameters: a run with them has the bits of one without, and each part lies where it should."""
 
+import contextlib
 import dataclasses
 import itertools
 from typing import Any
@@ -111,6 +112,18 @@ def shardings(tree, mesh):
     return jax.tree.map_with_path(lambda path, leaf: NamedSharding(mesh, should_lie(path, leaf)), tree)
 
 
+@contextlib.contextmanager
+def not_in_the_cache():
+    """XLA (jaxlib 0.10) can crash where it writes kernels that a CPU interprets on eight devices to JAX's cache."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    usual = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    try:
+        yield
+    finally:
+        jax.config.update(name, usual)
+
+
 class Run:
     """A training run of a recipe, with boxes around its parameters or without, on some devices."""
 
@@ -146,7 +159,8 @@ class Run:
     def fused_update(self, folder):
         update = mpx.fused_update(self.tx, interpret=True)
         step = lambda params, state, grads: update(grads, state, params)
-        return self.stepped(step, self.state, self.places(self.state))
+        with not_in_the_cache():
+            return self.stepped(step, self.state, self.places(self.state))
 
     def zero1(self, folder):
         tx = mpx.zero1(self.tx, self.mesh, param_specs=jax.tree.map(lambda x: x.spec, self.places(self.params)))
