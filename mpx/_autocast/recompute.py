@@ -6,8 +6,9 @@ the activation inside the next product: there the first product has no bias, and
 
 import dataclasses
 import math
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +21,20 @@ from mpx._autocast.control_flow import narrowed, widened
 from mpx._autocast.plan import CastPlan, Run, Settings, Step, travels_in, walk
 from mpx._jaxprs import count_uses, dtype_of, is_literal, open_jaxpr, part_of
 from mpx._primitives import facts_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Activation(CastPlan):
+    """The plan of an activation, with the function that a checkpoint runs, once it has run.
+
+    JAX traces and differentiates a checkpoint once for each function. So the activations of layers that are alike are
+    one object.
+    """
+
+    checkpoints: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
+
+
+_ACTIVATIONS: weakref.WeakValueDictionary[Any, Activation] = weakref.WeakValueDictionary()
 
 
 def with_activations(plan: CastPlan, settings: Settings) -> CastPlan:
@@ -100,10 +115,25 @@ def _activation(
     if has_other_uses or rounds_a_gradient or keeps_float32 or dtype_of(result) != np.float32:
         return None
     nothing = (None,) * len(in_tags)
-    plan = CastPlan(part, tuple(members), in_tags, (out_tag,), nothing, nothing)
+    plan = Activation(part, tuple(members), in_tags, (out_tag,), nothing, nothing)
+    plan = _ACTIVATIONS.setdefault((user.precision, settings.has_wide_gradients, _without_names(plan)), plan)
     place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # those inside have theirs
     eqn = eqns[-1].replace(invars=[*part.invars], outvars=[result], source_info=place)
     return Step(eqn, "recompute", user.precision, in_tags, plan.out_tags, (plan,))
+
+
+def _without_names(plan: CastPlan) -> Any:
+    """Return what is equal for plans that are alike but for the names of values, while one of them lives."""
+    numbers: dict[Any, int] = {}
+    known = lambda v: np.asarray(v.val).tobytes() if is_literal(v) else numbers.setdefault(v, len(numbers))
+    values = lambda variables: tuple((known(v), v.aval) for v in variables)
+    inputs, steps = values(open_jaxpr(plan.jaxpr).invars), []
+    for step in plan.steps:
+        eqn = step.eqn
+        params = tuple(sorted((name, id(x) if x.__hash__ is None else x) for name, x in eqn.params.items()))
+        place = str(eqn.source_info.name_stack), eqn.ctx
+        steps.append((step.action, step.plans, eqn.primitive, params, place, values(eqn.invars), values(eqn.outvars)))
+    return inputs, tuple(steps), plan.in_tags, plan.out_tags
 
 
 def _extent(v: Any) -> tuple[int, int]:
@@ -121,5 +151,8 @@ def run(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> l
     def activation(*operands: Any) -> Any:
         return lax.convert_element_type(run_plan(plan, widened(operands, dtypes))[0], precision.dtype)
 
-    result = jax.checkpoint(activation)(*narrowed(operands, dtypes))
+    assert isinstance(plan, Activation), "the plan that `_activation` made"
+    if not plan.checkpoints:
+        plan.checkpoints.append(jax.checkpoint(activation))
+    result = plan.checkpoints[0](*narrowed(operands, dtypes))
     return [lax.convert_element_type(result, np.float32)]

@@ -130,3 +130,23 @@ def test_a_weight_among_the_elements_of_an_activation_gets_a_float32_sum(name):
     of = lambda dtype, **options: jax.grad(mpx.autocast(fun, BF16, reduce_dtype=dtype, **options))(token)
     np.testing.assert_allclose(of(F32), of(F32, checkpoint="everything"), rtol=2e-5)
     assert (abs(of(BF16) / of(F32) - 1) > 2e-4).any()
+
+
+# ---- the trace ------------------------------------------------------------------------------------------------------
+
+
+def test_activations_of_layers_that_are_alike_are_traced_once_and_others_are_not_taken_for_them():
+    """Each layer has weights of its own. Not alike are those with another constant, function or shape."""
+
+    def program(*activations):
+        def fun(ws, x):
+            for activate, w in zip(activations, ws, strict=True):
+                x = layers(activate)(w, x)
+            return x
+
+        ws = [normal(i, 8, 8) for i in range(len(activations))]
+        jaxpr = jax.make_jaxpr(mpx.autocast(fun, BF16))(ws, normal(9, 16, 8))
+        return {id(eqn.params["jaxpr"]) for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "remat2"}
+
+    assert len(program(jnp.tanh, jnp.tanh, jnp.tanh)) == 1
+    assert len(program(jnp.tanh, lambda h: jnp.tanh(2 * h), lambda h: jnp.tanh(3 * h), jnp.sin)) == 4
