@@ -141,7 +141,7 @@ def loss_fn(config: Config, params: dict[str, Any], tokens: jax.Array) -> jax.Ar
 
 # --- The step. ---
 def make_step(
-    config: Config, recipe: str, *, learning_rate: float = 3e-4, grad_dtype: Any = "lossless"
+    config: Config, recipe: str, *, learning_rate: float = 3e-4, grad_dtype: Any = "as_computed"
 ) -> tuple[Callable[[jax.Array], tuple[Any, Any]], Callable[..., Any]]:
     """Return a function from a key to (params, opt_state), and the step of both and tokens, which donates them."""
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1))

@@ -22,7 +22,7 @@ from mpx._loss_scale import GRADIENTS, LossScale, NoOpLossScale, require_powers_
 
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
-_LOSSLESS = "lossless"
+_AS_COMPUTED = "as_computed"
 _TRANSFORMS = (
     "For a Flax NNX model pass `transform=nnx.value_and_grad`, for an Equinox model "
     "`transform=eqx.filter_value_and_grad`. Otherwise pass what is to be differentiated as one argument, and the rest "
@@ -39,7 +39,7 @@ def value_and_grad(
     argnums: Any = 0,
     has_aux: bool = False,
     allow_int: bool = False,
-    grad_dtype: DTypeLike | Literal["lossless"] | None = jnp.float32,
+    grad_dtype: DTypeLike | Literal["as_computed"] | None = jnp.float32,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
     """Differentiate as `jax.value_and_grad` does, with the loss scaled before differentiation.
@@ -65,9 +65,9 @@ def value_and_grad(
         allow_int: whether arguments may hold integers, whose gradients are zeros of dtype `float0`, as in JAX.
         grad_dtype: the dtype of the gradients, or None for the dtypes of the arguments; float64 gradients stay float64.
             The gradient of a bfloat16 parameter is rounded once, at the parameter; an autocast function does not round
-            it. For autocast functions there is also `"lossless"`: a gradient that one narrowed product computes stays
-            in 16 bits, which loses nothing, and all others (embeddings, norms, biases, weights with several uses) are
-            float32. These are the same numbers in fewer bytes, for `fused_update` and for gradients that leave the
+            it. For autocast functions there is also `"as_computed"`: a gradient that one narrowed product computes
+            stays in 16 bits, which loses nothing, and all others (embeddings, norms, biases, weights with several uses)
+            are float32. These are the same numbers in fewer bytes, for `fused_update` and for gradients that leave the
             program. `"bf16"` rounds each float32 gradient once, where it is complete: by at most 2**-8 of it, 1.7e-3 in
             the root mean square. A `scan` over stacked bfloat16 layers then makes no float32 gradient of the stack.
         transform: `jax.value_and_grad`, or a function like it or like `jax.grad`, such as `flax.nnx.value_and_grad` or
@@ -91,10 +91,10 @@ def value_and_grad(
     if record is not None and record.needs_a_scale:
         _require_scale(loss_scale, "the function computes in float16")
     record = None if grad_dtype is None else record
-    is_lossless = isinstance(grad_dtype, str) and grad_dtype == _LOSSLESS
+    is_as_computed = isinstance(grad_dtype, str) and grad_dtype == _AS_COMPUTED
     dtype = None if record is None else np.dtype(np.float32)  # None: each gradient keeps its argument's
-    if grad_dtype is not None and not is_lossless:
-        dtype = _errors.floating_dtype(grad_dtype, "`value_and_grad`: `grad_dtype`", f"{_LOSSLESS!r} or None")
+    if grad_dtype is not None and not is_as_computed:
+        dtype = _errors.floating_dtype(grad_dtype, "`value_and_grad`: `grad_dtype`", f"{_AS_COMPUTED!r} or None")
 
     def scaled_loss(call, *args, **kwargs):
         loss, aux = _loss_and_aux(call(*args, **kwargs), has_aux)
@@ -129,7 +129,7 @@ def value_and_grad(
         if rest is not None:
             grads = jax.tree.map(lambda g: _multiplied(g, rest, keep_dtype=dtype is None), grads)
         grads = _named(_in_dtype(grads, dtype), loss_scale)
-        if is_lossless and rest is None and record is not None:  # else a parameter may have uses that nobody sees
+        if is_as_computed and rest is None and record is not None:  # else a parameter may have uses that nobody sees
             grads = _narrowed_without_loss(grads, args, argnums, views)
         # `loss_scaling` skips a step whose gradients are not finite: it keeps batch statistics too.
         in_place.hand_back((args, kwargs), viewed.changes(not loss_scale.skips_bad_steps or all_finite(grads)))
@@ -145,7 +145,7 @@ def grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     allow_int: bool = False,
-    grad_dtype: DTypeLike | Literal["lossless"] | None = jnp.float32,
+    grad_dtype: DTypeLike | Literal["as_computed"] | None = jnp.float32,
     transform: Callable[..., Callable[..., Any]] = jax.value_and_grad,
 ) -> Callable[..., Any]:
     """Differentiate as `jax.grad` does, with the loss scaled before differentiation; see `value_and_grad`.

@@ -69,7 +69,7 @@ def mixed_precision(
     key: jax.Array | None = None,
     loss_scale: LossScale | None = None,
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
-    narrow_updates: bool = False,
+    updates_in_param_dtype: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Make any rule train a model under a recipe or a policy.
 
@@ -90,16 +90,16 @@ def mixed_precision(
         key: a PRNG key, for `storage="split24"` or a recipe that rounds at random; other recipes leave it unused.
         loss_scale: of `loss_scaling`; `DynamicLossScale()` if None.
         axis_name: of `loss_scaling`.
-        narrow_updates: of `master_weights`, for libraries that add updates without a cast: with the recipe
+        updates_in_param_dtype: of `master_weights`, for libraries that add updates without a cast: with the recipe
             `"bf16-masters"`, or with `storage="full"`.
 
     Raises:
         TypeError: if `inner` is not a transformation.
         ValueError: if there is no such recipe or policy; if a recipe needs a key and there is none; if `storage`,
-            `key`, `loss_scale` or `axis_name` is given and would do nothing, or `narrow_updates` without full masters;
-            at `init`, if the policy stores parameters below float32 and all given ones are float32 or wider, if this
-            stands inside a wrapper that hides them, such as `low_precision_state`, or if a recipe keeps moments in
-            fewer bits and the rule has no moments.
+            `key`, `loss_scale` or `axis_name` is given and would do nothing, or `updates_in_param_dtype` without full
+            masters; at `init`, if the policy stores parameters below float32 and all given ones are float32 or wider,
+            if this stands inside a wrapper that hides them, such as `low_precision_state`, or if a recipe keeps moments
+            in fewer bits and the rule has no moments.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(3e-4), "bf16-split24-8bit", key=jax.random.key(0))
@@ -132,17 +132,17 @@ def mixed_precision(
         key = None  # so that the name of the recipe is all that changes
     if recipe is not None and recipe.moments is not None:
         tx = _with_moments(tx, recipe.moments, policy, of_moments if recipe.moments == "4bit" else None)
-    if narrow_updates and weights != "full":
+    if updates_in_param_dtype and weights != "full":
         raise ValueError(
-            f"`mixed_precision`: `narrow_updates` needs full masters, which {policy_text(policy)!r} does not keep. "
-            "Take the recipe 'bf16-masters', or a policy with 16-bit parameters and `storage=\"full\"`."
+            f"`mixed_precision`: `updates_in_param_dtype` needs full masters, which {policy_text(policy)!r} does not "
+            "keep. Take the recipe 'bf16-masters', or a policy with 16-bit parameters and `storage=\"full\"`."
         )
     if weights == "kahan":
         tx = optax.chain(tx, kahan_summation())
     elif weights == "stochastic":
         tx = optax.chain(upcast(tx), stochastic_rounding(key))  # type: ignore[arg-type]  # it has one: see `rounds_at_random`
     elif weights is not None:
-        tx = master_weights(tx, storage=weights, key=key, narrow_updates=narrow_updates)
+        tx = master_weights(tx, storage=weights, key=key, updates_in_param_dtype=updates_in_param_dtype)
     if weights is not None:
         tx = _checked_at_init(optax.with_extra_args_support(tx), policy)
     if needs_scaling:

@@ -228,13 +228,13 @@ def test_a_compiled_loss_is_compiled_once_and_other_arguments_are_the_users_own(
     assert (len(traced), len(log)) == (1, 2)
 
 
-def test_lossless_gradients_are_of_an_autocast_function_alone():
+def test_as_computed_gradients_are_of_an_autocast_function_alone():
     """A parameter may have another use in a function around it, as in a penalty: its gradient stays float32."""
     f = mpx.autocast(lambda params, x: (x @ params["w"]).mean(), "bf16")
     gradient = lambda fun, **options: mpx.grad(fun, **options)(*two_products_arguments(BF16))["w"]
     around = lambda params, x: f(params, x) + (params["w"].astype(F32) ** 2).sum()
     assert gradient(jax.jit(f), grad_dtype=None).dtype == BF16
-    assert_same_bits(gradient(around, grad_dtype="lossless"), gradient(around))
+    assert_same_bits(gradient(around, grad_dtype="as_computed"), gradient(around))
 
 
 def test_a_float16_autocast_function_warns_when_others_differentiate_it_unless_this_is_meant():
@@ -340,46 +340,46 @@ def mixed_params(dtype):
 @pytest.mark.parametrize(
     ("how", "dtype", "wrap"), [("bf16", F32, lambda f: f), ("bf16", BF16, jax.jit), ("f16", F32, jax.jit)]
 )
-def test_lossless_gradients_are_those_in_float32_in_16_bits_where_one_product_makes_them(how, dtype, wrap):
+def test_as_computed_gradients_are_those_in_float32_in_16_bits_where_one_product_makes_them(how, dtype, wrap):
     loss, scale = mpx.autocast(mixed_loss, how), mpx.StaticLossScale(2.0**4)
     args = mixed_params(dtype), jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (8, 8)), F32)
     wide = wrap(mpx.grad(loss, scale))(*args)
-    narrow = wrap(mpx.grad(loss, scale, grad_dtype="lossless"))(*args)
+    narrow = wrap(mpx.grad(loss, scale, grad_dtype="as_computed"))(*args)
     in_16_bits = {name for name, g in narrow.items() if g.dtype != F32}
     assert in_16_bits == {"once", "moved", "layers"}
     assert {narrow[name].dtype for name in in_16_bits} == {BF16 if how == "bf16" else F16}
     assert_same_bits(jax.tree.map(lambda g: g.astype(F32), narrow), wide)
 
 
-def test_gradients_that_are_sums_in_float32_stay_in_it_under_lossless():
+def test_gradients_that_are_sums_in_float32_stay_in_it_under_as_computed():
     """With `reduce_dtype`, and where a float16 loss has a scale whose rest is multiplied in afterwards."""
     args = mixed_params(F32), jnp.ones((8, 8), F32)
     sums = mpx.autocast(mixed_loss, "bf16", reduce_dtype=F32)
     in_f16 = mpx.autocast(lambda *args: mixed_loss(*args).astype(F16), "f16")
     for loss, scale in ((sums, None), (in_f16, mpx.StaticLossScale(2.0**20))):
-        grads = jax.eval_shape(mpx.grad(loss, scale, grad_dtype="lossless"), *args)
+        grads = jax.eval_shape(mpx.grad(loss, scale, grad_dtype="as_computed"), *args)
         assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
 
 
-def test_two_weights_of_one_name_keep_their_gradients_wide_under_lossless():
+def test_two_weights_of_one_name_keep_their_gradients_wide_under_as_computed():
     """The sum of the second one's gradient is float32, whatever the first one's product is."""
     loss = mpx.autocast(lambda params, x: ((x @ params["a/b"]) * params["a"]["b"][None]).sum(), "bf16")
     params = {"a/b": jnp.ones((8, 3), F32), "a": {"b": jnp.ones(3, F32)}}
-    grads = jax.eval_shape(mpx.grad(loss, grad_dtype="lossless"), params, jnp.ones((2, 8), F32))
+    grads = jax.eval_shape(mpx.grad(loss, grad_dtype="as_computed"), params, jnp.ones((2, 8), F32))
     assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
 
 
-def test_lossless_gradients_of_several_arguments_and_of_models_go_by_the_names_of_their_weights():
+def test_as_computed_gradients_of_several_arguments_and_of_models_go_by_the_names_of_their_weights():
     fun = mpx.autocast(lambda a, x, b: ((x @ a) * b[None]).sum(), "bf16")
     given = jnp.ones((8, 3), F32), jnp.ones((2, 8), F32), jnp.ones(3, F32)
-    of_b, of_a = jax.eval_shape(mpx.grad(fun, argnums=(2, 0), grad_dtype="lossless"), *given)
+    of_b, of_a = jax.eval_shape(mpx.grad(fun, argnums=(2, 0), grad_dtype="as_computed"), *given)
     assert (of_a.dtype, of_b.dtype) == (BF16, F32)
     loss = mpx.autocast(lambda model, x: model(x).sum(), "bf16")
-    of_nnx = mpx.grad(loss, grad_dtype="lossless", transform=nnx.value_and_grad)(Dropping(), jnp.ones((4, 8), F32))
+    of_nnx = mpx.grad(loss, grad_dtype="as_computed", transform=nnx.value_and_grad)(Dropping(), jnp.ones((4, 8), F32))
     assert (of_nnx["linear"]["kernel"].dtype, of_nnx["linear"]["bias"].dtype) == (BF16, F32)
     mlp = eqx.nn.MLP(8, 2, 4, 1, dtype=F32, key=jax.random.key(0))
     loss = mpx.autocast(lambda model, x: jax.vmap(model)(x).sum(), "bf16")
-    of_eqx = mpx.grad(loss, grad_dtype="lossless", transform=eqx.filter_value_and_grad)(mlp, jnp.ones((4, 8), F32))
+    of_eqx = mpx.grad(loss, grad_dtype="as_computed", transform=eqx.filter_value_and_grad)(mlp, jnp.ones((4, 8), F32))
     assert (of_eqx.layers[0].weight.dtype, of_eqx.layers[0].bias.dtype) == (BF16, F32)
 
 
@@ -579,7 +579,7 @@ def test_a_transform_may_return_gradients_alone(derivative, transform, model):
     assert_same_bits(*jax.tree.leaves(grads), jnp.full(2, 16.0))
 
 
-@pytest.mark.parametrize("grad_dtype", [jnp.float32, None, "lossless"])
+@pytest.mark.parametrize("grad_dtype", [jnp.float32, None, "as_computed"])
 @pytest.mark.parametrize("scale", [None, mpx.StaticLossScale(8.0)], ids=["no scale", "scale"])
 def test_integers_may_be_allowed_as_in_jax(scale, grad_dtype):
     fun = mpx.autocast(lambda p: jnp.sum(p["w"] * p["ids"].astype(p["w"].dtype)), "bf16")

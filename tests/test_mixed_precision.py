@@ -85,9 +85,9 @@ def test_it_is_the_same_as_the_wrappers_by_hand():
 
 
 @pytest.mark.parametrize("policy", ["bf16-masters", "params=f16,compute=f16,output=f32"])
-def test_narrow_updates_have_the_dtypes_of_parameters_in_a_skipped_step_too(policy):
+def test_updates_in_param_dtype_have_the_dtypes_of_parameters_in_a_skipped_step_too(policy):
     options = {} if policy == "bf16-masters" else {"storage": "full"}
-    tx = mpx.mixed_precision(RULE, policy, narrow_updates=True, **options)
+    tx = mpx.mixed_precision(RULE, policy, updates_in_param_dtype=True, **options)
     params = {"w": jnp.ones(3, mpx.get_policy(policy).param_dtype)}
     state = tx.init(params)
     for gradient in (1.0, jnp.inf):
@@ -98,9 +98,11 @@ def test_narrow_updates_have_the_dtypes_of_parameters_in_a_skipped_step_too(poli
 
 
 @pytest.mark.parametrize("policy", ["bf16-split", "bf16-kahan", "bf16-autocast", "params=bf16,compute=bf16"])
-def test_narrow_updates_need_full_masters(policy):
-    with pytest.raises(ValueError, match=r"`narrow_updates` needs full masters.*Take the recipe 'bf16-masters'"):
-        mpx.mixed_precision(RULE, policy, narrow_updates=True)
+def test_updates_in_param_dtype_need_full_masters(policy):
+    with pytest.raises(
+        ValueError, match=r"`updates_in_param_dtype` needs full masters.*Take the recipe 'bf16-masters'"
+    ):
+        mpx.mixed_precision(RULE, policy, updates_in_param_dtype=True)
 
 
 def kahan_adamw_in_numpy(grads, p, steps, rate=1e-2, b1=0.9, b2=0.999, eps=1e-8, decay=0.1):

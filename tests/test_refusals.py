@@ -141,7 +141,12 @@ VALUES = [
     (given(mpx.loss_scaling, SGD, dynamic(0.5)), "the scale 0.5 must lie between its bounds 1.0 and 16777216.0."),
     (given(dynamic().adjust, jnp.ones(2, bool)), "`adjust` needs a boolean scalar, but got shape (2,); see"),
     (given(mpx.select_tree, True, {"a": ONES}, {"b": ONES}), "key"),
-    (given(mpx.grad, jnp.sum, grad_dtype="int32"), "`grad_dtype` must be a floating-point dtype, 'lossless' or None,"),
+    (
+        given(mpx.grad, jnp.sum, grad_dtype="int32"),
+        "`grad_dtype` must be a floating-point dtype, 'as_computed' or None,",
+    ),
+    (given(mpx.grad, jnp.sum, grad_dtype="lossless"), "'as_computed' or None, but got 'lossless'."),  # its old name
+    (given(mpx.master_weights, SGD, narrow_updates=True), "`narrow_updates` is called `updates_in_param_dtype` now."),
     (made(lambda: recipe(IN_BF16).init, W), "all of those given are float32 or wider. Cast them first: `par"),
     *[(made(lambda f=f: f(recipe(IN_BF16)).init, W_IN_BF16), "a wrapper around this hides it") for f in HIDDEN],
     (given(recipe, "params=f32", storage="full"), "'params=f32,compute=f32,output=f32' stores no parameters"),

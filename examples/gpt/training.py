@@ -86,7 +86,7 @@ class Program:
         if self.recipe.compute == "plain":
             return jax.value_and_grad(self.loss)(params, tokens)
         # A kernel reads gradients once: 16 bits where they hold the float32 gradient exactly.
-        grad_dtype = "lossless" if self.recipe.fused else "f32"
+        grad_dtype = "as_computed" if self.recipe.fused else "f32"
         return mpx.value_and_grad(self.loss, mpx.get_loss_scale(opt_state), grad_dtype=grad_dtype)(params, tokens)
 
     def update(self, grads: Any, opt_state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:

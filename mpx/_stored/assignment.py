@@ -142,7 +142,7 @@ def require_sound_formats(state: Any, patterns: Mapping[str, StateFormat], assig
         text = f"{_trees.dtype_and_shape(found.leaf)}, by the pattern {pattern!r}"
         reason = _unsound(found.leaf, found.role, patterns[pattern])
         if not reason and format != FLOAT32:
-            reason = patterns[pattern].refuses(found.role, found.leaf.shape)
+            reason = patterns[pattern].why_unsuitable(found.role, found.leaf.shape)
         if reason:
             wrong.setdefault(reason, {})[found.path] = text
         elif format != FLOAT32:
@@ -172,7 +172,7 @@ def _try(format: StateFormat, found: StateLeaf, text: str) -> None:
         path = _trees.path_string(found.path)
         error.add_note(
             f"`low_precision_state`: {format} does not hold the leaf {path!r}, {text}. Give it another format, in "
-            "front of this pattern. (The method `refuses` of a format can say which shapes it holds.)"
+            "front of this pattern. (The method `why_unsuitable` of a format can say which shapes it holds.)"
         )
         raise
 

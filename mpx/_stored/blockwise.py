@@ -93,7 +93,7 @@ class Blockwise8bit(BlockFormat):
         """Return whether codes have a sign, the code of the largest magnitude, and the dtype of codes."""
         return (False, np.float32(255), np.uint8) if self.signed is False else (True, np.float32(127), np.int8)
 
-    def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
+    def why_unsuitable(self, role: Role, shape: tuple[int, ...]) -> str | None:
         if self.signed is not None or role != "unknown":
             return None
         return (
@@ -148,7 +148,7 @@ class Blockwise4bit(BlockFormat):
         codes = unpacked(codes) if codes.dtype == np.uint8 else codes.astype(np.int32)
         return _decoded(codes, scales, self.block_size, _TOP_OF_4_BITS)
 
-    def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
+    def why_unsuitable(self, role: Role, shape: tuple[int, ...]) -> str | None:
         if role == "second moment":
             return "are second moments, of which many would be zero in 4 bits. Use `Blockwise8bit()`."
         if role == "unknown":

@@ -34,6 +34,13 @@ class StateFormat(abc.ABC):
 
     rounds_at_random: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "refuses" in vars(cls):  # until 1.0
+            raise TypeError(
+                f"`{cls.__name__}`: the method `refuses` of a `StateFormat` is called `why_unsuitable` now."
+            )
+
     @abc.abstractmethod
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
         """Return the codes of a float32 array, and their scales.
@@ -56,7 +63,7 @@ class StateFormat(abc.ABC):
         """Return the format for a leaf whose shards have this many columns, so that each device encodes its own."""
         return self
 
-    def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
+    def why_unsuitable(self, role: Role, shape: tuple[int, ...]) -> str | None:
         """Return a reason such as "are second moments, which float16 cannot hold"; None if the format holds the leaf.
 
         It is asked about each leaf that would be kept so: its role, such as `"second moment"`, and its shape. The error
@@ -239,7 +246,7 @@ class Cast(StateFormat):
     def decode(self, codes: jax.Array, scales: None) -> jax.Array:
         return codes
 
-    def refuses(self, role: Role, shape: tuple[int, ...]) -> str | None:
+    def why_unsuitable(self, role: Role, shape: tuple[int, ...]) -> str | None:
         if self.dtype != "float16" or role != "second moment":
             return None
         return (

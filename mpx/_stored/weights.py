@@ -63,7 +63,7 @@ class KeptWeight(abc.ABC):
 class WholeMaster(KeptWeight):
     """The weight itself, in float32 or float64."""
 
-    has_narrow_updates: bool = False  # whether updates have the dtype of their parameters
+    has_updates_in_param_dtype: bool = False  # whether updates have the dtype of their parameters
 
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         return kept
@@ -81,7 +81,9 @@ class WholeMaster(KeptWeight):
 
     def land(self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any) -> Pair:
         new = (kept + update).astype(kept.dtype)
-        update = landing_update(p, round_saturating(new, p.dtype), author, p.dtype if self.has_narrow_updates else None)
+        update = landing_update(
+            p, round_saturating(new, p.dtype), author, p.dtype if self.has_updates_in_param_dtype else None
+        )
         return update, new
 
 
@@ -234,6 +236,7 @@ def require_kept(kept: Any, params: Any, storage_for: StorageFor, caller: str) -
     remedy = (
         "Call `init` with the new parameters, or pass the parameters of this state. If `storage` or `dtype` of the "
         "wrapper changed, use `convert_state`. If a dtype of the parameters changed: `optax.apply_updates` keeps "
-        "dtypes (`equinox.apply_updates` does not: see `narrow_updates`), and `Policy.cast_to_param` restores them."
+        "dtypes (`equinox.apply_updates` does not: see `updates_in_param_dtype`), and `Policy.cast_to_param` restores "
+        "them."
     )
     _errors.refuse(wrong, what, remedy, params)

@@ -44,7 +44,7 @@ def master_weights(
     *,
     dtype: DTypeLike = jnp.float32,
     key: jax.Array | None = None,
-    narrow_updates: bool = False,
+    updates_in_param_dtype: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Train float32 master weights with any rule, and emit the updates that keep the model's copy in step.
 
@@ -68,9 +68,9 @@ def master_weights(
         key: a PRNG key, for `"split24"`: masters are rounded up or down at random, so that no update is lost in the
             mean. (Equal masters of a step are rounded alike.) The state keeps the key, and every update changes it.
             None: masters are rounded to nearest.
-        narrow_updates: whether updates have the dtypes of the parameters, for libraries that add them without a cast
-            (`equinox.apply_updates` turns bfloat16 parameters into float32 ones otherwise). It needs full masters. A
-            parameter that shrinks below half or grows beyond twice its size in a step can then miss its master, by a
+        updates_in_param_dtype: whether updates have the dtypes of the parameters, for libraries that add them without a
+            cast (`equinox.apply_updates` turns bfloat16 parameters into float32 ones otherwise). It needs full masters.
+            A parameter that shrinks below half or grows beyond twice its size in a step can then miss its master, by a
             last place of the larger of the two sizes; the next step repairs it. The masters stay exact.
 
     Returns:
@@ -78,9 +78,9 @@ def master_weights(
         parameter becomes the largest finite number.
 
     Raises:
-        ValueError: if `storage`, `dtype`, `key` and `narrow_updates` do not go together; at `init`, if a 16-bit leaf
-            would get a float64 master, or if something inside rounds for 16-bit parameters too; at `update`, without
-            parameters, or with parameters of another tree, shape or dtype than at `init`.
+        ValueError: if `storage`, `dtype`, `key` and `updates_in_param_dtype` do not go together; at `init`, if a 16-bit
+            leaf would get a float64 master, or if something inside rounds for 16-bit parameters too; at `update`,
+            without parameters, or with parameters of another tree, shape or dtype than at `init`.
 
     Example:
         >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -102,8 +102,10 @@ def master_weights(
         raise ValueError(f"`master_weights`: split masters are float32, but got `dtype` {dtype}.")
     if key is not None and storage != "split24":
         raise ValueError(f"`master_weights`: a `key` was given, but under {storage!r} nothing is rounded at random.")
-    if narrow_updates and storage != "full":
-        raise ValueError(f"`master_weights`: `narrow_updates` needs full masters, but `storage` is {storage!r}.")
+    if updates_in_param_dtype and storage != "full":
+        raise ValueError(
+            f"`master_weights`: `updates_in_param_dtype` needs full masters, but `storage` is {storage!r}."
+        )
     inner = run_in_float32(inner, dtype, "master_weights")
     key = None if key is None else _errors.one_key(key, "master_weights")
 
@@ -112,7 +114,7 @@ def master_weights(
             return None
         if storage in _LOW_BITS and p.dtype == jnp.bfloat16:
             return _LOW_BITS[storage]
-        return WholeMaster(dtype, narrow_updates)
+        return WholeMaster(dtype, updates_in_param_dtype)
 
     def init_fn(params):
         _require_single_rounding(params, dtype)

@@ -152,7 +152,7 @@ def plan(
         options |= {"mesh": mesh, "axis": None, "param_specs": specs}
     elif devices > 1:
         options |= {"mesh": mesh, "axis": "data"}
-    gradient_dtype = None if grad_dtype == "lossless" else grad_dtype  # which is what a plan counts by itself
+    gradient_dtype = None if grad_dtype == "as_computed" else grad_dtype  # which is what a plan counts by itself
     return compare_plans(model, rule, recipe or None, gradient_dtype=gradient_dtype, **options)
 
 

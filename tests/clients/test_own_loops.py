@@ -255,11 +255,11 @@ def test_a_loop_of_ones_own_trains_as_in_float32_with_the_masters_of_float32(lib
 @pytest.mark.parametrize("compute", ["bf16", "f16"])
 def test_a_loop_that_adds_updates_without_a_cast_keeps_masters_with_narrow_ones(compute):
     policy = f"params={compute},compute={compute},output=f32"
-    judge.judge(equinox_apply_updates, policy, 2.0**-4, storage="full", narrow_updates=True)
+    judge.judge(equinox_apply_updates, policy, 2.0**-4, storage="full", updates_in_param_dtype=True)
 
 
 def test_a_loop_that_adds_updates_without_a_cast_is_told_of_narrow_ones():
-    with pytest.raises(ValueError, match=r"`equinox\.apply_updates` does not: see `narrow_updates`"):
+    with pytest.raises(ValueError, match=r"`equinox\.apply_updates` does not: see `updates_in_param_dtype`"):
         equinox_apply_updates(judge.under("bf16-split", 2.0**-4))
 
 

@@ -247,7 +247,7 @@ RATES = {
 }  # fmt: skip
 ADD_WITHOUT_A_CAST = (blackjax_meanfield, flowjax_fit, optimistix_minimise)
 HIDE_PARAMETERS = (brax_gradient_update, dynamax_sgd)
-OPTION = r"`equinox\.apply_updates` does not: see `narrow_updates`"
+OPTION = r"`equinox\.apply_updates` does not: see `updates_in_param_dtype`"
 REFUSALS = {
     blackjax_meanfield: OPTION,
     flowjax_fit: OPTION,
@@ -273,7 +273,7 @@ def test_a_trainer_trains_as_in_float32_with_the_masters_of_float32(library):
 
 @named(ADD_WITHOUT_A_CAST)
 def test_a_trainer_that_adds_updates_without_a_cast_keeps_masters_with_narrow_ones(library):
-    judge.judge(library, "bf16-masters", RATES[library], narrow_updates=True)
+    judge.judge(library, "bf16-masters", RATES[library], updates_in_param_dtype=True)
 
 
 @named(REFUSALS)

@@ -37,7 +37,7 @@ def test_the_same_step_without_donation_has_twice_the_state(h200):
     assert peak_of(README, [("@jax.jit(donate_argnums=(0, 1))", "@jax.jit")], "h200") > 23.9
 
 
-def peak(layers, clipped=False, fused=False, grad_dtype="lossless"):
+def peak(layers, clipped=False, fused=False, grad_dtype="as_computed"):
     """Return the peak of memory of a step, in bytes a parameter: 16 layers of 2,048 x 8,192, 8-bit moments."""
     policy = mpx.get_policy("params=bf16,compute=bf16,output=f32")
     adamw8 = mpx.low_precision_state(optax.adamw(1e-3), {"mu|nu": mpx.Blockwise8bit()})

@@ -237,12 +237,12 @@ def test_zeros_and_infinities_are_those_of_float32(name, storage):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_updates_suit_a_library_that_adds_without_a_cast_and_leave_masters_exact(dtype):
+def test_updates_in_param_dtype_suit_a_library_that_adds_without_a_cast_and_leave_masters_exact(dtype):
     """SGD with a power of two as its rate: equal bits in every program."""
     rng = np.random.default_rng(0)
     start = jnp.asarray(rng.normal(size=4000), dtype)
     grads = [jnp.asarray(rng.normal(size=4000), jnp.float32) for _ in range(5)]
-    narrow, wide = (mpx.master_weights(optax.sgd(0.25), narrow_updates=on) for on in (True, False))
+    narrow, wide = (mpx.master_weights(optax.sgd(0.25), updates_in_param_dtype=on) for on in (True, False))
     mpx.check_chain(narrow)
     p, q, s, t = start, start, narrow.init(start), wide.init(start)
     missed = 0

@@ -57,8 +57,8 @@ VALUES = [
         "split masters are float32, but got `dtype` float64",
     ),
     (
-        lambda: mpx.master_weights(SGD, storage="split", narrow_updates=True),
-        "`narrow_updates` needs full masters, but `storage` is 'split'",
+        lambda: mpx.master_weights(SGD, storage="split", updates_in_param_dtype=True),
+        "`updates_in_param_dtype` needs full masters, but `storage` is 'split'",
     ),
     (
         lambda: mpx.master_weights(SGD, storage="split", key=jax.random.key(0)),

@@ -37,7 +37,7 @@ class Packed4bit(mpx.StateFormat):
         codes = (pairs >> place_in_byte(pairs) & 15).reshape(*codes.shape[:-1], -1)
         return (codes.astype(jnp.float32) - 8) * scales
 
-    def refuses(self, role, shape):
+    def why_unsuitable(self, role, shape):
         if role == "second moment":
             return "are second moments, too small for steps."
         return "have rows of odd length." if shape[-1] % 2 else None
