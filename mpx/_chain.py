@@ -35,7 +35,7 @@ class Element:
         return self.init
 
 
-class Last(optax.GradientTransformationExtraArgs):
+class FinalUpdates(optax.GradientTransformationExtraArgs):
     """A transformation that chooses the final updates: nothing may follow it."""
 
     name: str = ""
@@ -116,11 +116,11 @@ def chain(*elements: optax.GradientTransformation | Element) -> optax.GradientTr
     rules: list[Any] = []  # what the next element wraps
     last: list[Any] = []  # what stays outside of an element that gives its rules float32 parameters
     for x in reversed(elements):
-        if isinstance(x, Last):
+        if isinstance(x, FinalUpdates):
             last = [x]
         elif not isinstance(x, Element):
             rules = [x, *rules]
-        elif x.name in _AROUND_LAST:
+        elif x.name in _AROUND_FINAL_UPDATES:
             rules, last = [x.wrap(_joined([*rules, *last]))], []
         else:
             rules = [x.wrap(_joined(rules))]
@@ -129,7 +129,7 @@ def chain(*elements: optax.GradientTransformation | Element) -> optax.GradientTr
 
 # From the first to stand in a chain to the last. Elements of one rank exclude each other.
 _RANKS = {"zero1": 0, "loss_scaling": 1, "mixed_precision": 1, "master_weights": 2}
-_AROUND_LAST = ("zero1", "loss_scaling")  # what these wrap keeps its 16-bit parameters
+_AROUND_FINAL_UPDATES = ("zero1", "loss_scaling")  # what these wrap keeps its 16-bit parameters
 _KEEP_WEIGHTS = ("mixed_precision", "master_weights", "kahan_summation", "stochastic_rounding")
 
 
@@ -143,7 +143,7 @@ def _require_order(elements: Sequence[Any]) -> None:
     names = [_named(x, i, len(elements)) for i, x in enumerate(elements)]
     keepers = [name for x, name in zip(elements, names, strict=True) if getattr(x, "name", "") in _KEEP_WEIGHTS]
     for i, x in enumerate(elements):
-        if isinstance(x, Last) and i < len(elements) - 1:
+        if isinstance(x, FinalUpdates) and i < len(elements) - 1:
             raise ValueError(
                 f"`mpx.chain`: {names[i]} must stand last: it chooses the final updates, and nothing may change "
                 "them. Put what stands behind it in front of it or inside."
@@ -154,7 +154,7 @@ def _require_order(elements: Sequence[Any]) -> None:
         if not isinstance(x, Element):
             continue
         behind = elements[i + 1 :]
-        if not behind or (isinstance(behind[0], Last) and x.name not in _AROUND_LAST):
+        if not behind or (isinstance(behind[0], FinalUpdates) and x.name not in _AROUND_FINAL_UPDATES):
             raise ValueError(f"`mpx.chain`: {names[i]} wraps the rules behind it, but none stands there.")
         for j in range(i if x.name in _RANKS else 0):
             rank = _RANKS.get(getattr(elements[j], "name", ""), len(_RANKS))
@@ -186,4 +186,4 @@ def _named(x: Any, i: int, count: int) -> str:
             f"`mpx.chain` needs Optax transformations and elements of mpx, but got {type(x).__name__} as element "
             f"{i + 1} of {count}.{hint}"
         )
-    return f"`{x.name}`" if isinstance(x, Last) else f"element {i + 1} of {count}"
+    return f"`{x.name}`" if isinstance(x, FinalUpdates) else f"element {i + 1} of {count}"

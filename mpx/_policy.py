@@ -13,7 +13,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _tables, _trees
-from mpx._chain import Last
+from mpx._chain import FinalUpdates
 from mpx._dtypes import DTYPE_NAMES, bytes_of, dtype_or_none, half_dtype
 from mpx._fp8 import RESULTS, Fp8
 from mpx._recipes import RECIPES, nearest
@@ -316,7 +316,7 @@ def policy_of(tx: optax.GradientTransformation) -> Policy | None:
     return tx.policy if isinstance(tx, _OfPolicy) else None
 
 
-class _OfPolicy(Last):
+class _OfPolicy(FinalUpdates):
     policy: Policy | None = None
 
 

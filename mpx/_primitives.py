@@ -19,7 +19,7 @@ class Facts(NamedTuple):
     # ("moved"), elements that values or the order of writing choose ("chosen"), elements of other devices ("received").
     moves: Literal["", "same", "moved", "chosen", "received"] = ""
     # How often the one result has each element of the one operand. For "many", cotangents have yet to be added up.
-    fan_out: Literal["", "one", "many"] = ""
+    copies_of_operand: Literal["", "one", "many"] = ""
     communicates: bool = False  # needs other devices, or may
     positional: bool = False  # depends on where an element is in the array, or on which device this is
     triton: Literal["any", "32 bits", "none"] = "any"  # the floating-point numbers that Pallas' Triton has it for
@@ -40,22 +40,24 @@ _ROWS = {
     "conv_general_dilated dot_general ragged_dot_general": Facts(contraction=True),
     "product_that_may_be_mapped": Facts(linear=True),  # of autocast: a product of a vector and a matrix
     # The operands themselves.
-    "copy name": _FREE._replace(moves="same", fan_out="one"),
+    "copy name": _FREE._replace(moves="same", copies_of_operand="one"),
     "optimization_barrier pvary stop_gradient": _FREE._replace(moves="same"),
     "value_with_derivative_of": _FREE._replace(triton="none"),  # of autocast: the first operand
-    "kept_between_passes": _FREE._replace(moves="same", fan_out="one", triton="none"),  # of `checkpoint`
-    "cotangent_watched": _FREE._replace(moves="same", fan_out="one", triton="none"),  # of gradients around autocast
+    "kept_between_passes": _FREE._replace(moves="same", copies_of_operand="one", triton="none"),  # of `checkpoint`
+    "cotangent_watched": _FREE._replace(
+        moves="same", copies_of_operand="one", triton="none"
+    ),  # of gradients around autocast
     "layout_constraint": _FREE._replace(moves="same", triton="none"),
     "device_put": _KEPT._replace(moves="same", triton="none"),
-    "sharding_constraint": _FREE._replace(moves="same", fan_out="one", communicates=True),
-    "reshard": _KEPT._replace(moves="same", fan_out="one", communicates=True),
+    "sharding_constraint": _FREE._replace(moves="same", copies_of_operand="one", communicates=True),
+    "reshard": _KEPT._replace(moves="same", copies_of_operand="one", communicates=True),
     # Elements at other places.
-    "rev transpose": _VIEW._replace(fan_out="one"),
-    "reshape squeeze": _VIEW._replace(fan_out="one", blocks="view"),
-    "broadcast_in_dim": _VIEW._replace(fan_out="many", blocks="view"),
-    "broadcast_to": _VIEW._replace(fan_out="many"),
+    "rev transpose": _VIEW._replace(copies_of_operand="one"),
+    "reshape squeeze": _VIEW._replace(copies_of_operand="one", blocks="view"),
+    "broadcast_in_dim": _VIEW._replace(copies_of_operand="many", blocks="view"),
+    "broadcast_to": _VIEW._replace(copies_of_operand="many"),
     "concatenate slice split": _VIEW,
-    "gather tile": Facts(moves="moved", fan_out="many"),
+    "gather tile": Facts(moves="moved", copies_of_operand="many"),
     "dynamic_slice roll stack unstack": Facts(moves="moved"),
     # Elements that values choose.
     "clamp max min select_n": _FREE._replace(moves="chosen"),

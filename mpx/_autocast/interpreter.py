@@ -127,7 +127,7 @@ def _unsent(step: Step, operand: Any, settings: Settings) -> Unsent | None:
 
 def _places_each_element_once(eqn: JaxprEqn) -> bool:
     """Return whether an equation moves all elements of its one operand. Parts of a weight are kept, not sent again."""
-    return facts_of(eqn).fan_out == "one" and len(eqn.invars) == 1 and not is_literal(eqn.invars[0])
+    return facts_of(eqn).copies_of_operand == "one" and len(eqn.invars) == 1 and not is_literal(eqn.invars[0])
 
 
 def _bound(eqn: JaxprEqn, x: jax.Array) -> Any:

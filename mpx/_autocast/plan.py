@@ -280,9 +280,9 @@ class Planner:
             self._common_dtype(eqn, floats, result),
             precisions.widest(asked) if asked else None,
             is_argument=any(tag.is_argument for _, tag in arrays),
-            is_copied=is_broadcast or facts.fan_out == "many" or any(tag.is_copied for _, tag in arrays),
+            is_copied=is_broadcast or facts.copies_of_operand == "many" or any(tag.is_copied for _, tag in arrays),
             stored_in=_stored_in(eqn, [tag for _, tag in pairs]) if _is_f32(result) else None,
-            is_product=facts.fan_out == "one" and all(tag.is_product for _, tag in arrays),
+            is_product=facts.copies_of_operand == "one" and all(tag.is_product for _, tag in arrays),
         )
 
     def _common_dtype(self, eqn: JaxprEqn, floats: list[tuple[Any, Tag]], result: Any) -> np.dtype | None:
@@ -320,7 +320,7 @@ class Planner:
         of_handler = self._handlers[eqn.primitive.name].rounded_to if step.action == "enter" else None
         if of_handler is not None:
             return of_handler(eqn, step.plans)
-        return [rounded.get(eqn.outvars[0]) if facts.fan_out == "one" else None] * len(eqn.invars)
+        return [rounded.get(eqn.outvars[0]) if facts.copies_of_operand == "one" else None] * len(eqn.invars)
 
 
 def _stored_in(eqn: JaxprEqn, tags: Sequence[Tag]) -> np.dtype | None:
@@ -328,7 +328,7 @@ def _stored_in(eqn: JaxprEqn, tags: Sequence[Tag]) -> np.dtype | None:
     name = eqn.primitive.name
     writes = name in ("convert_element_type", "dynamic_update_slice", "scatter", "select_n")
     dtypes = {tag.stored_in for tag in (tags[1:] if name == "select_n" else tags[:1])}
-    return dtypes.pop() if (writes or facts_of(eqn).fan_out == "one") and len(dtypes) == 1 else None
+    return dtypes.pop() if (writes or facts_of(eqn).copies_of_operand == "one") and len(dtypes) == 1 else None
 
 
 def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.dtype | None:

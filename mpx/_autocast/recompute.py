@@ -62,7 +62,9 @@ def _with_activations_inside(step: Step, settings: Settings) -> Step:
 def _rounds_an_activation(step: Step) -> bool:
     """Return whether a step is a product, or constrains the sharding of its operand, in 16 bits."""
     facts = facts_of(step.eqn)
-    return (step.action == "narrow" and facts.contraction) or (step.action == "transfer" and facts.fan_out == "one")
+    return (step.action == "narrow" and facts.contraction) or (
+        step.action == "transfer" and facts.copies_of_operand == "one"
+    )
 
 
 def _is_cheap(step: Step) -> bool:

@@ -7,7 +7,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
-from mpx._chain import Last
+from mpx._chain import FinalUpdates
 from mpx._dtypes import UP_TO_FLOAT32
 from mpx._stored.roles import register_state
 from mpx._stored.weights import Compensation, fresh_tree, land_tree, require_kept
@@ -73,4 +73,4 @@ def kahan_summation(dtype: DTypeLike | None = None) -> optax.GradientTransformat
         updates, compensation = land_tree(params, state.compensation, updates, storage_for, "kahan_summation")
         return updates, KahanSummationState(compensation)
 
-    return Last.of(optax.GradientTransformationExtraArgs(init_fn, update_fn), "kahan_summation")
+    return FinalUpdates.of(optax.GradientTransformationExtraArgs(init_fn, update_fn), "kahan_summation")

@@ -9,7 +9,7 @@ import optax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
-from mpx._chain import Last, element
+from mpx._chain import FinalUpdates, element
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
 from mpx._stored.weights import KeptWeight, LowBits, WholeMaster, fresh_tree, land_tree, require_kept, restore_tree
@@ -134,7 +134,7 @@ def master_weights(
         updates, stored = land_tree(params, state.master, updates, storage_for, "master_weights", this_step)
         return updates, MasterWeightsState(stored, inner_state, next_key)
 
-    return Last.of(optax.GradientTransformationExtraArgs(init_fn, update_fn), "master_weights")
+    return FinalUpdates.of(optax.GradientTransformationExtraArgs(init_fn, update_fn), "master_weights")
 
 
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from mpx import _errors, _trees, formats
-from mpx._chain import Last
+from mpx._chain import FinalUpdates
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
 from mpx._writeback import landing_update
@@ -71,7 +71,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
         ]
         return treedef.unflatten(new_updates), StochasticRoundingState(next_key)
 
-    return Last.of(optax.GradientTransformationExtraArgs(init_fn, update_fn), "stochastic_rounding")
+    return FinalUpdates.of(optax.GradientTransformationExtraArgs(init_fn, update_fn), "stochastic_rounding")
 
 
 @functools.partial(jax.jit, inline=True)
