@@ -29,7 +29,7 @@ class Facts(NamedTuple):
     runs: Literal["", "call", "custom", "branches", "devices", "loop"] = ""
 
 
-UNKNOWN = Facts()
+NOTHING_KNOWN = Facts()
 _KEPT = Facts(elementwise=True)
 _FREE = Facts(elementwise=True, cheap=True)
 _CURVE = _FREE._replace(transcendental=True)
@@ -98,7 +98,7 @@ PRIMITIVES = {name: facts for names, facts in _ROWS.items() for name in names.sp
 def facts_of(equation_or_primitive: Any) -> Facts:
     """Return the facts about a primitive, or about the primitive of an equation."""
     primitive = getattr(equation_or_primitive, "primitive", equation_or_primitive)
-    return PRIMITIVES.get(primitive.name, UNKNOWN)
+    return PRIMITIVES.get(primitive.name, NOTHING_KNOWN)
 
 
 def is_call(eqn: Any) -> bool:

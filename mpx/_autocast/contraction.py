@@ -133,7 +133,7 @@ def asked_precision(eqn: JaxprEqn) -> Any:
     return next((p for p in of_operands if p in _PRECISE), None)
 
 
-def run(
+def run_narrowed(
     eqn: JaxprEqn,
     operands: list[Any],  # a `Weight` among them is gathered again
     precision: ContractionPrecision,
@@ -146,7 +146,7 @@ def run(
     compute dtype. `in_memory` is for products of 8-bit floats.
     """
     if precision.fp8 is not None:
-        return fp8.run(eqn, operands, precision.fp8, wide_gradients, in_memory)
+        return fp8.run_in_8_bits(eqn, operands, precision.fp8, wide_gradients, in_memory)
     if precision.algorithm is not None:
         operands = [array_of(x) for x in operands]
         return eqn.primitive.bind(*operands, **(eqn.params | {"precision": precision.algorithm}))

@@ -64,7 +64,7 @@ class Codes(NamedTuple):
     inverse_scale: jax.Array  # a float32 scalar, a power of two
 
 
-def run(
+def run_in_8_bits(
     eqn: JaxprEqn,
     operands: Sequence[Any],
     fp8: Fp8,

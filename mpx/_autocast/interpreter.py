@@ -75,7 +75,7 @@ def _run_step(step: Step, operands: list[Any], settings: Settings, gathers_again
     inside = {"remat2": False, "scan": None}.get(eqn.primitive.name, gathers_again)
     inner_run = lambda plan, operands: run(plan, operands, settings, gathers_again=inside)
     if step.action == "recompute":
-        return recompute.run(step, operands, inner_run, settings)
+        return recompute.run_activation(step, operands, inner_run, settings)
     if step.action == "enter":
         return HANDLERS[eqn.primitive.name].run(step, operands, inner_run, settings)
     if step.action == "round_cotangent":
@@ -91,7 +91,9 @@ def _run_step(step: Step, operands: list[Any], settings: Settings, gathers_again
             (wants_wide and tag.is_argument and dtype_of(v) == np.float32, tag.in_memory or precision.dtype)
             for v, tag in zip(eqn.invars[:2], step.in_tags[:2], strict=True)
         )
-        narrow = lambda eqn, operands: contraction.run(eqn, operands, precision, (wide_lhs, wide_rhs), (lhs, rhs))
+        narrow = lambda eqn, operands: contraction.run_narrowed(
+            eqn, operands, precision, (wide_lhs, wide_rhs), (lhs, rhs)
+        )
         results = [mapped.product(eqn, operands, narrow) if step.action == "map" else narrow(eqn, operands)]
     else:
         narrow = [_narrowed(x, v, eqn, precision.dtype) for x, v in zip(operands, eqn.invars, strict=True)]

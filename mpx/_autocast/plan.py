@@ -34,7 +34,7 @@ from mpx._shardings import are_several_in_sight
 
 # In the name stack of operations that an autocast or `full_precision` inside has decided about. A string, because JAX
 # keeps nothing else of ours on an equation through `jit`, `grad`, `vmap` and loops.
-MARK = "mpx:autocast"
+DECIDED = "mpx:autocast"
 
 
 class Tag(NamedTuple):
@@ -202,7 +202,7 @@ class Planner:
     ) -> Step:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
-        is_decided = MARK in str(eqn.source_info.name_stack)
+        is_decided = DECIDED in str(eqn.source_info.name_stack)
         if rule == "follow":
             followed = self._followed(eqn, tags)
             if transfer_in is not None:

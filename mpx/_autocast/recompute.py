@@ -144,7 +144,7 @@ def _extent(v: Any) -> tuple[int, int]:
     return len(v.aval.shape) - len(sizes), math.prod(sizes)
 
 
-def run(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:
+def run_activation(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:
     """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the products round it."""
     (plan,), precision = step.plans, step.precision
     assert precision is not None, "the product, or the constraint before it, has a precision"

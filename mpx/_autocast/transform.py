@@ -19,7 +19,7 @@ from mpx import _errors, _trees
 from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import MARK, CastPlan, Planner, Settings, Step, Tag, walk
+from mpx._autocast.plan import DECIDED, CastPlan, Planner, Settings, Step, Tag, walk
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import Fp8
@@ -48,7 +48,7 @@ class Autocast:
         _warn_if_nothing_is_narrowed(self, traced.plan)
         plan = recompute.with_activations(traced.plan, self.settings) if self.checkpoint is None else traced.plan
         # The mark tells an autocast around this one that precisions are decided here.
-        with jax.named_scope(MARK):
+        with jax.named_scope(DECIDED):
             scale, arrays = None, traced.arrays
             if isinstance(self.loss_scale, StaticLossScale):
                 scale = self.loss_scale.loss_scale
@@ -316,7 +316,7 @@ def full_precision(fun: F) -> F:
     def wrapped(*args, **kwargs):
         dtypes = {leaf.dtype for leaf in jax.tree.leaves((args, kwargs)) if _trees.is_floating(leaf)}
         halves = {dtype for dtype in dtypes if dtype.itemsize == 2}
-        with jax.named_scope(MARK), jax.default_matmul_precision("highest"):
+        with jax.named_scope(DECIDED), jax.default_matmul_precision("highest"):
             if not halves:  # pass the original arguments, since the function may change them
                 return fun(*args, **kwargs)
             narrow = lambda leaf: leaf.dtype.itemsize == 2

@@ -20,7 +20,7 @@ from mpx._dtypes import bytes_of
 from mpx._fused.kernels import in_a_kernel
 from mpx._fused.partition import Leaf, Partition, Var
 from mpx._fused.program import flatten
-from mpx._fused.schedule import run
+from mpx._fused.schedule import run_partition
 from mpx._jaxprs import is_literal
 from mpx._shardings import as_in_auto, explicit_sharding, in_auto
 from mpx._tables import Result, Table
@@ -192,7 +192,7 @@ def _by_kernels(tx: Any, given: _Given, extra_args: dict[str, Any], interpret: b
     partition = Partition(program)
     _, opt_state, params = given
     in_place = _in_place(program, partition, len(jax.tree.leaves(params)), len(jax.tree.leaves(opt_state)))
-    return jax.tree.unflatten(tree, run(program, values, partition, in_place, interpret))
+    return jax.tree.unflatten(tree, run_partition(program, values, partition, in_place, interpret))
 
 
 def _traced(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any, Any]:

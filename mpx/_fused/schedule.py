@@ -17,7 +17,7 @@ from mpx._jaxprs import is_literal, run_equations, with_source_of
 from mpx._shardings import are_several_in_sight
 
 
-def run(
+def run_partition(
     program: jex_core.Jaxpr,
     values: Mapping[Var, Any],
     partition: Partition,

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from mpx.tools.program import TARGETS, findings
 from mpx.tools.program.dataflow import uses_in
-from mpx.tools.program.findings import Argument, Step, arguments_of
+from mpx.tools.program.findings import Argument, CompiledStep, arguments_of
 from mpx.tools.program.kernels import kernels
 from mpx.tools.program.memory import Memory
 from mpx.tools.program.text import parse
@@ -64,7 +64,9 @@ def step(text, arguments=((512, 512),), results=None, lowered=None):
     """Return the step of a program, with float32 arguments of some shapes, which it returns."""
     given = [Argument(0, shape, shape, np.dtype("float32")) for shape in arguments]
     returned = [argument.type for argument in given] if results is None else results
-    return Step(lowered, text, list(kernels(text, mesh_shape={"data": 4})), uses_in(text), given, returned, "f32")
+    return CompiledStep(
+        lowered, text, list(kernels(text, mesh_shape={"data": 4})), uses_in(text), given, returned, "f32"
+    )
 
 
 def found(finder, *lines, called="", **options):

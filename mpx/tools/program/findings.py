@@ -65,7 +65,7 @@ class Argument(NamedTuple):
         return bytes_of(self.dtype, math.prod(self.shard))
 
 
-class Step(NamedTuple):
+class CompiledStep(NamedTuple):
     """A step as it was lowered and compiled: what finders look at."""
 
     lowered: Any
@@ -94,7 +94,7 @@ class Step(NamedTuple):
         return {tuple(sorted(part)) for whole in wholes for part in (whole, whole[1:])}
 
 
-def findings_of(step: Step, names: Sequence[str] | None, *, is_cpu: bool) -> Iterator[Finding]:
+def findings_of(step: CompiledStep, names: Sequence[str] | None, *, is_cpu: bool) -> Iterator[Finding]:
     """Yield all findings; those on donation if the names of the step's arguments are known."""
     yield from of_donation(step, names) if names is not None else ()
     yield from sums_in_16_bits(step)
@@ -148,7 +148,7 @@ def of_chain(program: Any) -> Iterator[Finding]:
             yield Finding(what, 0, "Put it inside, as in `mpx.mixed_precision(optax.chain(rule, change), recipe)`.")
 
 
-def of_donation(step: Step, names: Sequence[str]) -> Iterator[Finding]:
+def of_donation(step: CompiledStep, names: Sequence[str]) -> Iterator[Finding]:
     """Yield arguments that come back and are not donated, and donated buffers that XLA copies."""
     of_position = lambda argument: argument.position
     arguments = {i: list(leaves) for i, leaves in itertools.groupby(step.arguments, of_position)}
@@ -173,7 +173,7 @@ def of_donation(step: Step, names: Sequence[str]) -> Iterator[Finding]:
         yield from _copies(step)
 
 
-def _copies(step: Step) -> Iterator[Finding]:
+def _copies(step: CompiledStep) -> Iterator[Finding]:
     """Yield the donated buffers that are copied, in the same layout, before they are written over."""
     donated = [part for part in step.program if part.is_donated]
     copied = [
@@ -200,7 +200,7 @@ def names_of(step: Callable[..., Any], args: Sequence[Any], lowered: Any) -> lis
     return [f"`{p.name}`" for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def sums_in_16_bits(step: Step) -> Iterator[Finding]:
+def sums_in_16_bits(step: CompiledStep) -> Iterator[Finding]:
     """Yield the sums of gradients, which have the shapes of weights in any order of the axes."""
     shapes = step.weights("shape", "shard")
     found: Found = []
@@ -217,7 +217,7 @@ def sums_in_16_bits(step: Step) -> Iterator[Finding]:
     )
 
 
-def sums_of_which_a_part_is_used(step: Step) -> Iterator[Finding]:
+def sums_of_which_a_part_is_used(step: CompiledStep) -> Iterator[Finding]:
     """Yield sums that all devices get whole, though each of them keeps a part."""
     halves = [
         (kernel, kernel.sent_bytes * kernel.times // 2, "")
@@ -232,7 +232,7 @@ def sums_of_which_a_part_is_used(step: Step) -> Iterator[Finding]:
     )
 
 
-def gathers_of_float32(step: Step) -> Iterator[Finding]:
+def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
     """Yield float32 arrays that are sent whole: to be rounded right after, or in a program of narrow products."""
     rounded: Found = []
     others: Found = []
@@ -260,7 +260,7 @@ def gathers_of_float32(step: Step) -> Iterator[Finding]:
         )
 
 
-def gathers_of_states(step: Step) -> Iterator[Finding]:
+def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
     """Yield optimizer states in 8 bits that devices gather."""
     size = lambda kernel: sum(n for dtype, n in kernel.sent_by_dtype.items() if dtype in ("s8", "u8", "u32"))
     is_state = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
@@ -273,7 +273,7 @@ def gathers_of_states(step: Step) -> Iterator[Finding]:
         )
 
 
-def gathered_weights_that_are_kept(step: Step, memory: Memory) -> Iterator[Finding]:
+def gathered_weights_that_are_kept(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
     """Yield gathered weights, or copies of them, that the forward pass makes and the backward pass uses."""
     gathered, is_backward = _gathered_weights(step, memory), lambda x: _BACKWARD in _name(x)
     users = {x: users for x, users in memory.users.items() if x in gathered and not is_backward(x.maker)}
@@ -284,7 +284,7 @@ def gathered_weights_that_are_kept(step: Step, memory: Memory) -> Iterator[Findi
         yield Finding(what, size, _GATHER_AGAIN, kept[0].maker.source)
 
 
-def beyond_the_memory(step: Step, memory: Memory) -> Iterator[Finding]:
+def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
     """Yield the three largest groups of arrays, of one line and dtype, at the peak of a program that does not fit."""
     if step.target is None or step.peak_bytes <= step.target.memory_bytes:
         return
@@ -320,7 +320,7 @@ def beyond_the_memory(step: Step, memory: Memory) -> Iterator[Finding]:
         yield Finding(f"{sizes}. It holds {what}{such}", bytes_of(arrays), remedy, source)
 
 
-def _gathered_weights(step: Step, memory: Memory) -> set[Array]:
+def _gathered_weights(step: CompiledStep, memory: Memory) -> set[Array]:
     """Return the gathered weights, and their copies, such as stacks of them that loops fill."""
     shards, users = step.weights("shard"), memory.users
     is_sent = lambda x: any(tuple(sorted(shape.dims)) in shards for given in x.operands for shape in given.shapes)
@@ -335,7 +335,7 @@ def _name(instruction: Instruction) -> str:
     return (instruction.attribute(r'op_name="([^"]*)') or "").replace("\\", "")
 
 
-def _sent(step: Step, *operations: str) -> list[tuple[Instruction, Kernel]]:
+def _sent(step: CompiledStep, *operations: str) -> list[tuple[Instruction, Kernel]]:
     return [(instruction, kernel) for instruction, kernel in step.runs if kernel.operation in operations]
 
 
@@ -345,7 +345,7 @@ def _part_of(kernel: Kernel, part: Sequence[Shape], whole: Sequence[Shape]) -> i
     return kernel.times * kernel.sent_bytes * size(part) // max(1, size(whole))
 
 
-def float32_products(step: Step) -> Iterator[Finding]:
+def float32_products(step: CompiledStep) -> Iterator[Finding]:
     """Yield products of float32 numbers in a program that mostly multiplies in fewer bits."""
     flops = totals((dtype, n * kernel.times) for _, kernel in step.runs for dtype, n in kernel.flops.items())
     total, wide = sum(flops.values()), flops.get(step.float32, 0)
@@ -360,7 +360,7 @@ def float32_products(step: Step) -> Iterator[Finding]:
         )
 
 
-def products_in_another_dtype(step: Step) -> Iterator[Finding]:
+def products_in_another_dtype(step: CompiledStep) -> Iterator[Finding]:
     """Yield products that XLA computes in another dtype than the step asks for, by lines of its code."""
     operands = lambda dtype: frozenset(dtype.split(" with "))  # XLA may swap them
     asked: dict[str, set[frozenset[str]]] = {}
@@ -381,7 +381,7 @@ def products_in_another_dtype(step: Step) -> Iterator[Finding]:
         )
 
 
-def float32_between_kernels(step: Step) -> Iterator[Finding]:
+def float32_between_kernels(step: CompiledStep) -> Iterator[Finding]:
     """Yield float32 arrays that one kernel writes and others read, though each of them rounds them first."""
     found: Found = []
     for instruction, kernel in step.runs:

@@ -14,7 +14,7 @@ from mpx import _tables, _trees
 from mpx.tools.program import kernels as programs
 from mpx.tools.program import text
 from mpx.tools.program.dataflow import uses_in
-from mpx.tools.program.findings import Finding, Step, arguments_of, findings_of, names_of, of_chain
+from mpx.tools.program.findings import CompiledStep, Finding, arguments_of, findings_of, names_of, of_chain
 from mpx.tools.program.kernels import Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
@@ -266,7 +266,9 @@ def report_of(
         return report
     results = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(lowered.out_info)]
     arguments = list(arguments_of(lowered, compiled))
-    step = Step(lowered, program, runs, uses_in(program), arguments, results, float32, report.peak_bytes, target)
+    step = CompiledStep(
+        lowered, program, runs, uses_in(program), arguments, results, float32, report.peak_bytes, target
+    )
     return dataclasses.replace(report, findings=tuple(findings_of(step, names, is_cpu=is_cpu)))
 
 
