@@ -206,9 +206,17 @@ def restore_tree(params: Any, kept: Any, storage_for: StorageFor) -> Any:
 
     def restore(p, kept):
         storage = storage_for(p)
-        return p if storage is None else storage.restore(p, kept)
+        return p if storage is None else _restore(storage, p, kept)
 
     return jax.tree.map(restore, params, kept)
+
+
+# Traced once for all parameters of a shape. Each parameter is one call in the program; XLA inlines it.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _restore(storage: KeptWeight, p: Any, kept: Any) -> Any:
+    return storage.restore(p, kept)
 
 
 def land_tree(
@@ -219,7 +227,7 @@ def land_tree(
     return _trees.map_unzip(land, params, kept, updates)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(0, 4))  # traced once for all parameters of a shape
+@functools.partial(jax.jit, static_argnums=(0, 4))  # as `_restore`
 def _land(storage: KeptWeight | None, p: Any, kept: Any, update: Any, author: str, key: Any) -> tuple[Any, Any]:
     return (update, kept) if storage is None else storage.land(p, kept, update, author, key)
 

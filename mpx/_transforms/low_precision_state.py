@@ -166,13 +166,13 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: 
     return jax.tree.map(keep, state, is_leaf=_trees.is_box)
 
 
-# Equal leaves are traced once.
+# Equal leaves are traced once, and each is one call in the program.
 
 
-_decoded = jax.jit(StoredLeaf.decode, inline=True)
+_decoded = jax.jit(StoredLeaf.decode)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=2)
+@functools.partial(jax.jit, static_argnums=2)
 def _encoded(x: Any, key: jax.Array | None, format: StateFormat) -> Any:
     return store(x, format, key)
 
