@@ -4,7 +4,7 @@
 
 1. Twelve unrolled blocks of a small GPT: the loss, and its value and gradients, of the model left to `mpx.autocast`,
    beside the same lines cast by hand (and, for the loss, in float32).
-2. `tx.update` of AdamW on 100 leaves under four recipes, beside AdamW's on float32 ones.
+2. `tx.update` of AdamW on the 100 parameters of that GPT, beside AdamW's on float32 ones.
 3. The whole step, beside float32's.
 4. `import mpx`, in processes that have imported jax and optax.
 
@@ -12,6 +12,7 @@ Times are processor time, which other processes change little: medians of fresh 
 is compared runs in turn.
 """
 
+import gc
 import os
 import statistics
 import subprocess
@@ -42,8 +43,9 @@ IN_EACH_BLOCK = {
 }
 OUTSIDE = {"tokens": (VOCABULARY, WIDTH), "places": (CONTEXT, WIDTH), "gain": (WIDTH,), "head": (WIDTH, VOCABULARY)}
 TOKENS = jax.ShapeDtypeStruct((BATCH, CONTEXT + 1), np.int32)
-FUSED = "fused 8-bit"
-RECIPES = ("bf16-split", "bf16-split-8bit", "bf16-split24-4bit", FUSED)
+# With the last two, `mpx.fused_update` takes the place of `tx.update` and `optax.apply_updates`: as on a CPU, and with
+# its kernels.
+RECIPES = ("bf16-split", "bf16-split-8bit", "bf16-split24-4bit", "fused 8-bit", "fused 8-bit, kernels")
 IMPORT = "import jax, optax, time; start = time.process_time(); import mpx; print(time.process_time() - start)"
 COLUMNS = {
     "what": "{what}",
@@ -91,11 +93,12 @@ def by_hand(params: Any, tokens: jax.Array) -> jax.Array:
 
 def make_update(recipe: str) -> tuple[Callable, tuple[Any, ...]]:
     """Return the update of a recipe, and the shapes of its arguments; of AdamW alone for "float32"."""
-    name = "bf16-split-8bit" if recipe == FUSED else recipe
+    is_fused = recipe.startswith("fused")
+    name = "bf16-split-8bit" if is_fused else recipe
     params = shapes_of_model(jnp.float32 if name == "float32" else jnp.bfloat16)
     tx: Any = optax.adamw(1e-3)
     tx = tx if name == "float32" else mpx.mixed_precision(tx, name, key=jax.random.key(0))
-    update = mpx.fused_update(tx, interpret=True) if recipe == FUSED else tx.update
+    update = mpx.fused_update(tx, interpret="kernels" in recipe) if is_fused else tx.update
     return update, (params, jax.eval_shape(tx.init, params), params)
 
 
@@ -119,6 +122,7 @@ def time_traces(pairs: list[tuple[Callable, tuple[Any, ...]]], rounds: int) -> l
     for turn in range(-1, rounds):
         for (function, args), found in zip(pairs, times, strict=True):
             jax.clear_caches()
+            gc.collect()
             start = time.process_time()
             jax.jit(lambda *args, function=function: function(*args)).trace(*args)
             if turn >= 0:
@@ -157,7 +161,8 @@ def rows_of(rounds: int) -> list[Row]:
         ("the whole step, bf16-split", "float32", *steps),
     ]
     rows = [dict(zip(("what", "beside", "plain", "mpx"), case, strict=True)) for case in cases]
-    return [row | {"ratio": row["mpx"] / row["plain"]} for row in rows] + [{"what": "`import mpx`", "mpx": time_imports(rounds)}]
+    rows = [row | {"ratio": row["mpx"] / row["plain"]} for row in rows]
+    return [*rows, {"what": "`import mpx`", "mpx": time_imports(rounds)}]
 
 
 def main(rounds: Annotated[int, typer.Option(min=1, help="Traces of each.")] = 5) -> None:

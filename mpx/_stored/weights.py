@@ -102,7 +102,7 @@ class LowBits(KeptWeight):
         return None
 
     def land(self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any) -> Pair:
-        high, low_bits = self._split((self.restore(p, kept) + update).astype(_F32), key)
+        high, low_bits = self._split((_restore(self, p, kept) + update).astype(_F32), key)
         high = high.astype(np.float32)
         update = landing_update(p, high, author)
         # Where the addition cannot reach `high`, these low bits would belong to another weight.
