@@ -91,7 +91,7 @@ class StoredLeaf:
     scales: Any
     format: StateFormat = dataclasses.field(metadata={"static": True})
 
-    @jax.jit
+    @jax.jit  # traced once for all equal leaves, each of which is one call in the program
     def decode(self) -> jax.Array:
         """Return the array in float32."""
         return placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
@@ -121,7 +121,7 @@ def shown(leaf: Any) -> str:
     return f"{leaf.format} of {list(leaf.shape)}" if is_stored(leaf) else _trees.dtype_and_shape(leaf)
 
 
-@functools.partial(jax.jit, static_argnums=1)  # as `decode`: traced once for all equal leaves
+@functools.partial(jax.jit, static_argnums=1)  # as `decode`
 def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     """Encode an array, or a box with one.
 
