@@ -110,7 +110,6 @@ def _of_the_rule(leaves: list[StateLeaf]) -> list[StateLeaf]:
 
 _stored = jax.jit(lambda weight, storage, dtype: storage.store(weight, dtype), static_argnums=(1, 2))
 _cast = jax.jit(cast_nearest, static_argnums=1)
-_decoded = jax.jit(StoredLeaf.decode)
 
 
 # The weights.
@@ -166,7 +165,7 @@ def _moved(old: Any, new: Any) -> Any:
     """Return a leaf of the rule as the new state stores it."""
     if is_stored(old) and is_stored(new) and old.format == new.format:
         return old
-    wide = _decoded(old) if is_stored(old) else old
+    wide = old.decode() if is_stored(old) else old
     near = jax.tree.leaves(old)[0]
     if is_stored(new):
         codes, *scales = jax.tree.leaves(_encoded(wide, new.format))

@@ -222,4 +222,5 @@ def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Call
 @functools.lru_cache(maxsize=4096)
 def _kept(format: StateFormat, shape: tuple[int, ...]) -> Any:
     """Return the shapes that a format keeps for an array of this shape."""
-    return jax.eval_shape(lambda x: store(x, format), jax.ShapeDtypeStruct(shape, np.float32))
+    # Without a key said as `init` says it, so that both share a trace.
+    return jax.eval_shape(lambda x: store(x, format, None), jax.ShapeDtypeStruct(shape, np.float32))

@@ -98,6 +98,7 @@ class StoredLeaf:
     scales: Any
     format: StateFormat = dataclasses.field(metadata={"static": True})
 
+    @jax.jit  # traced once for all equal leaves, each of which is one call in the program
     def decode(self) -> jax.Array:
         """Return the array in float32."""
         return placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
@@ -114,7 +115,7 @@ class StoredLeaf:
 
 @functools.lru_cache(maxsize=4096)  # a state has many leaves of one shape, and is looked through at every update
 def _shape(format: StateFormat, codes: Any, scales: Any) -> tuple[int, ...]:
-    return jax.eval_shape(format.decode, codes, scales).shape
+    return jax.eval_shape(StoredLeaf.decode, StoredLeaf(codes, scales, format)).shape
 
 
 def is_stored(node: Any) -> bool:
@@ -127,6 +128,7 @@ def shown(leaf: Any) -> str:
     return f"{leaf.format} of {list(leaf.shape)}" if is_stored(leaf) else _trees.dtype_and_shape(leaf)
 
 
+@functools.partial(jax.jit, static_argnums=1)  # as `decode`
 def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     """Encode an array, or a box with one.
 

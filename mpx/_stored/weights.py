@@ -104,7 +104,7 @@ class LowBits(KeptWeight):
         return None
 
     def land(self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any) -> Pair:
-        high, low_bits = self._split((self.restore(p, kept) + update).astype(_F32), key)
+        high, low_bits = self._split((_restore(self, p, kept) + update).astype(_F32), key)
         high = high.astype(np.float32)
         update = landing_update(p, high, author)
         # Where the addition cannot reach `high`, these low bits would belong to another weight.
@@ -208,9 +208,17 @@ def restore_tree(params: Any, kept: Any, storage_for: StorageFor) -> Any:
 
     def restore(p, kept):
         storage = storage_for(p)
-        return p if storage is None else storage.restore(p, kept)
+        return p if storage is None else _restore(storage, p, kept)
 
     return jax.tree.map(restore, params, kept)
+
+
+# Traced once for all parameters of a shape. Each parameter is one call in the program; XLA inlines it.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _restore(storage: KeptWeight, p: Any, kept: Any) -> Any:
+    return storage.restore(p, kept)
 
 
 def land_tree(
@@ -221,7 +229,7 @@ def land_tree(
     return _trees.map_unzip(land, params, kept, updates)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(0, 4))  # traced once for all parameters of a shape
+@functools.partial(jax.jit, static_argnums=(0, 4))  # as `_restore`
 def _land(storage: KeptWeight | None, p: Any, kept: Any, update: Any, author: str, key: Any) -> tuple[Any, Any]:
     return (update, kept) if storage is None else storage.land(p, kept, update, author, key)
 

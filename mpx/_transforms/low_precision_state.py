@@ -1,6 +1,5 @@
 """`low_precision_state`: compute a rule in float32 and keep its moments in 16, 8 or 4 bits between steps."""
 
-import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
@@ -22,7 +21,7 @@ from mpx._stored.assignment import (
     require_stored_as_assigned,
 )
 from mpx._stored.roles import register_state
-from mpx._stored.state_format import FLOAT32, StateFormat, StoredLeaf, is_stored, store
+from mpx._stored.state_format import FLOAT32, StateFormat, is_stored, store
 from mpx._transforms.upcast import run_in_float32
 
 Rounding = Literal["nearest", "stochastic"]
@@ -134,7 +133,7 @@ def _load(state: Any, assignment: Assignment, boxed: Any) -> Any:
 
     def widened(i, leaf):
         if is_stored(leaf):
-            return _decoded(leaf)
+            return leaf.decode()
         is_rounded = i in assignment and assignment[i].format != FLOAT32
         return leaf.astype(_F32) if is_rounded else leaf
 
@@ -155,7 +154,7 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: 
             return node
         format, (leaf,) = assigned[0].format, jax.tree.leaves(node)
         key = next(keys)
-        kept = _encoded(node, key if rounding == "stochastic" or format.rounds_at_random else None, format)
+        kept = store(node, format, key if rounding == "stochastic" or format.rounds_at_random else None)
         if is_stored(kept) and kept.shape != leaf.shape:
             name = type(format).__name__
             raise TypeError(
@@ -165,17 +164,6 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: 
         return kept
 
     return jax.tree.map(keep, state, is_leaf=_trees.is_box)
-
-
-# Equal leaves are traced once.
-
-
-_decoded = jax.jit(StoredLeaf.decode, inline=True)
-
-
-@functools.partial(jax.jit, inline=True, static_argnums=2)
-def _encoded(x: Any, key: jax.Array | None, format: StateFormat) -> Any:
-    return store(x, format, key)
 
 
 def _require_sound_rounding(rounding: Any, key: Any, patterns: Mapping[str, StateFormat]) -> None:

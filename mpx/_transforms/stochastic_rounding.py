@@ -1,6 +1,5 @@
 """`stochastic_rounding`: round 16-bit parameters at random, so that the mean of what is added is the update."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -74,7 +73,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
     return FinalUpdates.of(optax.GradientTransformationExtraArgs(init_fn, update_fn), "stochastic_rounding")
 
 
-@functools.partial(jax.jit, inline=True)
+@jax.jit  # traced once for all parameters of a shape
 def _step(key: jax.Array, p: jax.Array, update: jax.Array) -> jax.Array:
     if not _trees.is_narrower(p):
         return update
