@@ -211,25 +211,12 @@ def adds_up(p):
 
 N = 771  # three times 257, which bfloat16 has not
 COUNTS = {  # what people add up, count and look up by products, of an argument 0, 1, ... 770: the right values
-    "ones": (lambda p: jnp.vdot(0 * p + 1, 0 * p + 1), np.array(N)),
     "a count": (lambda p: jnp.ones(N, F32) @ jax.nn.one_hot(p.astype(np.int32) // 257, 3, dtype=F32), np.full(3, 257)),
     "a count in a row": (lambda p: jnp.ones((1, N), F32) @ adds_up(p), np.full((1, 3), 257)),
     "a look-up": (lambda p: jax.nn.one_hot(p.astype(np.int32), N, dtype=F32) @ jnp.arange(N, dtype=F32), np.arange(N)),
     "a look-up in a column": (
         lambda p: (jax.nn.one_hot(p.astype(np.int32), N, dtype=F32) @ jnp.arange(N, dtype=F32)[:, None])[:, 0],
         np.arange(N),
-    ),
-    "places in a mixture of experts": (
-        lambda p: jnp.einsum("te,te->t", jnp.cumsum(adds_up(p), 0) * adds_up(p), adds_up(p)),
-        1 + np.arange(N) // 3,
-    ),
-    "indices of quantized codes": (
-        lambda p: jnp.stack([p % 8, p // 8 % 5, p // 40 % 5, p // 200], -1) @ jnp.array([1, 8, 40, 200], F32),
-        np.arange(N),
-    ),
-    "angles of three axes": (
-        lambda p: jnp.stack([p, 0 * p, 0 * p], -1) @ jnp.array([[100, 1], [0, 7], [3, 0]], F32),
-        np.arange(N)[:, None] * np.array([[100, 1]]),
     ),
     "a sum by a convolution": (lambda p: jnp.convolve(p, jnp.ones(9, F32), mode="valid"), 9 * np.arange(4, N - 4)),
 }
