@@ -4,9 +4,9 @@
     PYTHONPATH=. python -m benchmarks.state_formats --rules adamw,lion --out some.md
 
 Every optimizer of Optax and `optax.contrib`, with five ways to keep bfloat16 parameters and five ways to keep the
-rule's averages, learns the problem of `tests/sweep.py`: 1,085 trainings of 120 steps, nearly all of it compilation. A
-combination keeps the float32 result if it ends at most one spread above it: the standard deviation of the float32 loss
-over five initial weights.
+rule's averages, learns the problem of `benchmarks/sweep.py`: 1,085 trainings of 120 steps, nearly all of it
+compilation. A combination keeps the float32 result if it ends at most one spread above it: the standard deviation of
+the float32 loss over five initial weights.
 """
 
 import importlib.metadata
@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import typer
 
 from benchmarks.report import Row, table
-from tests.rules import RULES
-from tests.sweep import NO_MOMENTS, STATES, STEPS, WRITE_BACKS, moment_fields, train, transformation
+from benchmarks.sweep import STATES, STEPS, train, transformation
+from tests.rules import NO_MOMENTS, RULES, WRITE_BACKS, moment_fields
 
 Losses = dict[tuple[str, str], float]  # by the ways to keep the state and the parameters
 
@@ -69,7 +69,7 @@ def write(out: Path, results: dict[str, tuple[list[float], Losses]]) -> None:
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("jax", "optax"))
     text = f"""# Which rules keep their float32 result with which state
 
-Written by `PYTHONPATH=. python -m benchmarks.state_formats`; its docstring and `tests/sweep.py` say what is run. \
+Written by `PYTHONPATH=. python -m benchmarks.state_formats`; its docstring and `benchmarks/sweep.py` say what is run. \
 Measured on {time.strftime("%Y-%m-%d")} on {platform.machine()}, {jax.devices()[0].device_kind}, with Python \
 {platform.python_version()}, {versions}: {STEPS} steps on a small noisy regression, bfloat16 parameters, all with the \
 learning rates of `tests/rules.py`, which are the same for all combinations and good for none in particular.

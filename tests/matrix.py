@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import mpx
-from tests import sweep
-from tests.rules import RULES, bfloat16_params
+from tests.rules import RULES, bfloat16_params, moment_fields
 
 # `optax.lookahead` logs a warning when it is traced with parameters of another kind, as `check_chain` may do.
 logging.getLogger("absl").setLevel(logging.ERROR)
@@ -19,7 +18,7 @@ logging.getLogger("absl").setLevel(logging.ERROR)
 
 def in_8_bits(rule: str, tx: Any) -> Any:
     """Keep the averages of the rule in 8 bits, around float32 parameters."""
-    return mpx.low_precision_state(tx, {sweep.moment_fields(rule): mpx.Blockwise8bit()}, min_size=64)
+    return mpx.low_precision_state(tx, {moment_fields(rule): mpx.Blockwise8bit()}, min_size=64)
 
 
 WRAPPERS = {
@@ -102,7 +101,7 @@ def _can_optax(rule: str, around: str) -> bool:
 
 def _cases() -> Iterator[Case]:
     for i, rule in enumerate(RULES):
-        wrappers = [name for name in WRAPPERS if name != "8-bit" or sweep.moment_fields(rule)]
+        wrappers = [name for name in WRAPPERS if name != "8-bit" or moment_fields(rule)]
         yield from (Case(rule, wrapper) for wrapper in wrappers)
         for j, around in enumerate(AROUND):
             side = SIDES[(i + i // 6 + j) % 2]

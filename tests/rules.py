@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+
+import mpx
+from mpx import _trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,3 +145,34 @@ def gradients(rule, steps):
         "kernel": jnp.asarray(rng.normal(size=(steps, *examples, 8, 16)) * 0.1, jnp.float32),
         "bias": jnp.asarray(rng.normal(size=(steps, *examples, 16)) * 0.1, jnp.float32),
     }
+
+
+# Ways to keep parameters.
+WRITE_BACKS = {
+    "full": mpx.master_weights,
+    "split": lambda tx: mpx.master_weights(tx, storage="split"),
+    "split24": lambda tx: mpx.master_weights(tx, storage="split24", key=jax.random.key(3)),
+    "Kahan": lambda tx: optax.chain(mpx.upcast(tx), mpx.kahan_summation()),
+    "stochastic": lambda tx: optax.chain(mpx.upcast(tx), mpx.stochastic_rounding(jax.random.key(1))),
+}
+# Fields that hold weights, or tools of the rule, and no averages.
+NO_MOMENTS = {
+    "params", "params0", "x0", "z", "init_particles", "cache", "projector", "ns_coeffs", "updates", "grad",
+    "weights_memory",
+}  # fmt: skip
+MIN_SIZE = 64  # what is stored in few bits; numbers that steer a rule, a handful, are not
+SIZES = {"w1": (16, 64), "b1": (64,), "w2": (64, 4), "b2": (4,)}
+
+
+@functools.cache
+def moment_fields(name):
+    """The fields of a rule's state that hold arrays of averages, as one pattern; None if there are none."""
+    params = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SIZES.items()}
+    state = jax.eval_shape(RULES[name].make().init, params)
+    fields = set()
+    for path, leaf in _trees.leaves_by_path(state).items():
+        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        field = next((name for name in names if not name.endswith(("state", "states"))), None)
+        if field and field not in NO_MOMENTS and _trees.is_floating(leaf) and leaf.size >= MIN_SIZE:
+            fields.add(field)
+    return "|".join(sorted(fields)) or None

@@ -1,4 +1,4 @@
-"""Check invariant 10 beside `test_every_rule.py`: means of microbatches, settings read from outside, Flax NNX."""
+"""Check invariants 8 and 10 beside `test_every_rule.py`: means of microbatches, settings read from outside."""
 
 import jax
 import jax.numpy as jnp
@@ -58,22 +58,3 @@ def test_the_learning_rate_and_the_scale_can_be_read_and_set_from_outside():
     assert float(mpx.get_loss_scale(state).loss_scale) == 16
     updates, _ = tx.update(grads(0), state, params())
     assert not any(u.any() for u in jax.tree.leaves(updates))
-
-
-def test_nnx_optimizer_runs_with_a_state_of_few_bits():
-    """Take several steps: NNX takes the state apart and puts it together again after each."""
-    from flax import nnx
-
-    model = nnx.Linear(64, 64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    moments = mpx.low_precision_state(optax.adam(1e-2), {"mu|nu": mpx.Blockwise8bit()})
-    tx = mpx.master_weights(moments, storage="split")
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    loss = lambda m: (m(jnp.ones((2, 64), jnp.bfloat16)).astype(jnp.float32) ** 2).mean()
-    step = lambda model, optimizer: optimizer.update(model, nnx.grad(loss)(model))
-    step = nnx.jit(step)
-    before = loss(model)
-    for _ in range(4):
-        step(model, optimizer)
-    assert loss(model) < before
-    codes = [x for x in jax.tree.leaves(optimizer.opt_state) if x.dtype in (np.int8, np.uint8)]
-    assert [x.shape for x in codes] == [(64, 64)] * 2

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx.states import KahanSummationState, LossScalingState, LowPrecisionState, MasterWeightsState, StoredLeaf
-from tests import sweep
+from tests import rules
 from tests.helpers import assert_same_bits, bits, cases, eight_cpu_devices, types_of
 from tests.matrix import AROUND, CASES, COMPOSED, QUICK, REFUSED, SIDES, WRAPPERS, Case
 from tests.rules import EXCLUDED, PARTS, RULES, bfloat16_params, exported_transformations, gradients, loss
@@ -34,7 +34,7 @@ FAMILIES = {
     "adafactor", "adamw", "lion", "noisy_sgd", "polyak_sgd", "sgd", "contrib.cocob", "contrib.dpsgd", "contrib.muon",
     "contrib.schedule_free",
 }  # fmt: skip
-AVERAGING = [name for name in RULES if sweep.moment_fields(name)]
+AVERAGING = [name for name in RULES if rules.moment_fields(name)]
 WITH_KEYS = {"noisy_sgd", "contrib.dpsgd"}  # typed ones, which Flax does not serialize
 UNMAPPED = {"sm3", "contrib.muon"}  # by Optax itself, whose states hold other arrays there
 
@@ -299,12 +299,12 @@ def test_the_table_in_the_docs_counts_every_rule_and_names_those_that_lose():
     summary, *sections = re.split(r"^## ", table.read_text(), flags=re.MULTILINE)
     cells_of = lambda text: [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line.startswith("| ")]
     head, *counted = cells_of(summary)
-    assert head[1:] == list(sweep.WRITE_BACKS)
+    assert head[1:] == list(rules.WRITE_BACKS)
     assert [state for state, *_ in counted] == [section.splitlines()[0] for section in sections]
     for (state, *counts), section in zip(counted, sections, strict=True):
-        rules = list(RULES) if state == "f32" else AVERAGING
+        those = list(RULES) if state == "f32" else AVERAGING
         lost = {rule: figures for rule, _, *figures in cells_of(section)[1:]}
-        assert set(lost) <= set(rules)
+        assert set(lost) <= set(those)
         for i, count in enumerate(counts):
             bold = sum("**" in figures[i] for figures in lost.values())
-            assert count == f"{len(rules) - bold} of {len(rules)}", (state, head[1 + i])
+            assert count == f"{len(those) - bold} of {len(those)}", (state, head[1 + i])

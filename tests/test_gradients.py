@@ -303,17 +303,6 @@ def test_a_float16_loss_is_differentiated_from_at_most_2_to_the_15_and_others_fr
     assert_same_bits(seen, [jnp.asarray(seed, dtype) for seed in expected])
 
 
-@pytest.mark.eager
-@all_dtypes
-def test_without_a_scale_it_is_jax_value_and_grad_with_float32_gradients(dtype):
-    params, x = network_params(dtype)
-    expected_loss, expected = jax.value_and_grad(network)(params, x)
-    for scale in (mpx.NoOpLossScale(), mpx.StaticLossScale(1.0), *([] if dtype == F16 else [None])):
-        loss, grads = mpx.value_and_grad(network, scale)(params, x)
-        assert_same_bits(loss, expected_loss)
-        assert_same_bits(grads, jax.tree.map(lambda g: g.astype(F32), expected))
-
-
 def mixed_loss(params, x):
     """A loss whose weights are used in all ways: once, twice, moved, in a loop, in a look-up and beside products."""
     hidden = jnp.tanh(x @ params["once"] + params["bias"][None])
@@ -513,34 +502,6 @@ def test_float64_losses_and_gradients_stay_float64():
         for grad_dtype in (None, jnp.float32):
             loss, grads = mpx.value_and_grad(lambda w: w * third, scale, grad_dtype=grad_dtype)(third)
             assert_same_bits((loss, grads), (third * third, third * 2.0**24))
-
-
-class TwoLayers(nnx.Module):
-    """Two layers with one matrix, a vector, and a variable that is no parameter."""
-
-    def __init__(self, rngs):
-        self.first, self.second = (nnx.Linear(16, 16, rngs=rngs, param_dtype=BF16) for _ in range(2))
-        self.second.kernel = self.first.kernel
-        self.scale = nnx.Param(jnp.ones((16,), BF16))
-        self.shift = nnx.BatchStat(jnp.full((16,), 0.25, BF16))
-
-    def __call__(self, x):
-        return self.second(jnp.tanh(self.first(x))) * self.scale[None] + self.shift[None]
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, F32], ids=str)
-def test_gradients_of_a_bfloat16_model_with_tied_weights_are_those_of_its_float32_copy_to_the_bit(reduce_dtype):
-    """Or in the parameters' own dtypes if asked, where jax rounds them: the negative control."""
-    autocast = mpx.autocast(lambda model, x: (model(x) ** 2).sum(), "bf16", reduce_dtype=reduce_dtype)
-    narrow, x = TwoLayers(nnx.Rngs(0)), jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (12, 16)), F32)
-    graphdef, state = nnx.split(narrow)
-    expected = nnx.value_and_grad(autocast)(nnx.merge(graphdef, mpx.cast(state, F32)), x)
-    actual = mpx.value_and_grad(autocast, transform=nnx.value_and_grad)(narrow, x)
-    assert_same_bits(actual, expected)
-    own = nnx.value_and_grad(autocast)(narrow, x)
-    assert any(np.any(a != b.astype(F32)) for a, b in zip(*map(jax.tree.leaves, (actual[1], own[1])), strict=True))
-    in_own_dtypes = mpx.value_and_grad(autocast, transform=nnx.value_and_grad, grad_dtype=None)
-    assert_same_bits(in_own_dtypes(narrow, x), own)
 
 
 def test_under_jit_the_scale_may_be_traced_and_a_new_one_does_not_compile_again():

@@ -40,11 +40,6 @@ def test_masters_and_loss_scaling_are_added_where_they_are_needed_only(policy, p
     assert state_types(policy, params_dtype) == expected
 
 
-def test_an_override_below_float32_needs_masters_too_whose_storage_can_be_chosen():
-    policy = mpx.get_policy("f32", overrides=(("embed", jnp.bfloat16),))
-    assert state_types(policy, jnp.float32) == ["MasterWeightsState"]
-
-
 @pytest.mark.parametrize(
     ("dtype", "options", "stored"),
     [
@@ -74,14 +69,6 @@ def test_a_trainer_that_gives_update_the_whole_module_gets_the_bits_of_one_that_
     scaled_loss = lambda model, x: mpx.get_loss_scale(state).scale(jnp.mean(model(x).astype(jnp.float32) ** 2))
     grads = eqx.filter_grad(scaled_loss)(model, jnp.ones(64, model.layers[0].weight.dtype))
     assert_same_bits(*(tx.update(grads, state, given) for given in (model, params)))
-
-
-def test_it_is_the_same_as_the_wrappers_by_hand():
-    params, grads = {"w": jnp.ones(3, jnp.float16)}, {"w": jnp.full(3, 100.0)}
-    step = lambda tx: tx.update(grads, tx.init(params), params)
-    recipe = mpx.mixed_precision(RULE, "f16", loss_scale=mpx.StaticLossScale(4.0))
-    by_hand = mpx.loss_scaling(mpx.master_weights(RULE), mpx.StaticLossScale(4.0))
-    assert_same_bits(step(recipe), step(by_hand))
 
 
 @pytest.mark.parametrize("policy", ["bf16-masters", "params=f16,compute=f16,output=f32"])

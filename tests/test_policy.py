@@ -124,31 +124,20 @@ def variables_of_linen():
     return nn.BatchNorm(use_running_average=True).init(jax.random.key(0), jnp.ones((1, 3), F32))
 
 
-@pytest.mark.parametrize(
-    ("tree", "statistics"),
-    [
-        (nnx.state(Normed()), {"norm/mean", "norm/var"}),
-        (Normed(), {"norm/mean", "norm/var"}),
-        ({"max": RunningMax(jnp.ones(3, F32)), "mean": jnp.ones(3, F32)}, {"max"}),
-        (variables_of_linen(), {"batch_stats/mean", "batch_stats/var"}),
-        (flax.core.freeze(variables_of_linen()), {"batch_stats/mean", "batch_stats/var"}),
-        ({"model": variables_of_linen()}, {"model/batch_stats/mean", "model/batch_stats/var"}),
-        ({"batch_stats": jnp.ones(3, F32)}, set()),
-        (variables_in_fp8(), IN_FP8),
-        (variables_in_fp8() | variables_of_linen(), IN_FP8 | {"batch_stats/mean", "batch_stats/var"}),
-    ],
-    ids=[
-        "state of NNX",
-        "module of NNX",
-        "own type",
-        "Linen",
-        "frozen",
-        "inside",
-        "a parameter that is called so",
-        "FP8",
-        "both",
-    ],
-)
+IN_LINEN = {"batch_stats/mean", "batch_stats/var"}
+STATISTICS = {  # trees, and what Flax says is a statistic in them
+    "state of NNX": (nnx.state(Normed()), {"norm/mean", "norm/var"}),
+    "module of NNX": (Normed(), {"norm/mean", "norm/var"}),
+    "own type": ({"max": RunningMax(jnp.ones(3, F32)), "mean": jnp.ones(3, F32)}, {"max"}),
+    "Linen": (variables_of_linen(), IN_LINEN),
+    "frozen": (flax.core.freeze(variables_of_linen()), IN_LINEN),
+    "inside": ({"model": variables_of_linen()}, {"model/batch_stats/mean", "model/batch_stats/var"}),
+    "a parameter that is called so": ({"batch_stats": jnp.ones(3, F32)}, set()),
+    "FP8 and Linen": (variables_in_fp8() | variables_of_linen(), IN_FP8 | IN_LINEN),
+}
+
+
+@pytest.mark.parametrize(("tree", "statistics"), STATISTICS.values(), ids=STATISTICS)
 @pytest.mark.filterwarnings("ignore:`Policy.cast_to_param`. no floating leaf's path matches")
 @pytest.mark.parametrize("overrides", [(), (("norm|max|stats", F16),)], ids=["", "overrides"])
 def test_batch_statistics_stay_as_they_are_if_flax_says_what_they_are(tree, statistics, overrides):

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.optax_promotion
 
 KEY = jax.random.key(3)
 FOR_MASTERS, FOR_MOMENTS = jax.random.split(KEY)
-BF16 = "params=bf16,compute=bf16,output=f32"
 EIGHT = {"mu|nu": mpx.Blockwise8bit()}
 FOUR = {"mu": mpx.Blockwise4bit(), "nu": mpx.Blockwise8bit()}
 BY_HAND = {

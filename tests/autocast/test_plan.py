@@ -29,7 +29,7 @@ from tests.autocast.helpers import (
 )
 from tests.helpers import assert_same_bits, eight_cpu_devices
 
-ON, OFF, NOT_SAID = "on", "off", "not said"
+ON, OFF = "on", "off"
 
 
 def full(value):

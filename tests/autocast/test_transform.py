@@ -39,14 +39,6 @@ def test_a_policy_a_dtype_or_a_name_says_in_what_products_run(given, dtype):
     assert contractions(mpx.autocast(product, given), X, W) == [all_in(dtype)]
 
 
-@pytest.mark.parametrize("given", ["bf16", mpx.get_policy("bf16"), "compute=bf16", "bf16-split", "bf16-autocast"])
-def test_bfloat16_by_any_name_means_products_in_bfloat16_and_results_that_nobody_rounds(given):
-    fun = lambda x, w: {"logits": x @ w, "ids": jnp.arange(3, dtype=jnp.int32)}
-    assert_same_bits(mpx.autocast(fun, given)(X, W), mpx.autocast(fun, "bf16")(X, W))
-    assert mpx.autocast(fun, given)(X, W)["logits"].dtype == jnp.float32
-    assert contractions(mpx.autocast(fun, given), X, W) == [all_in(BF16)]
-
-
 def test_an_override_says_in_what_the_products_of_a_weight_run():
     """Also if it is moved on its way, or is a stack that a scan slices."""
     policy = mpx.Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("^head", jnp.float32), ("mid", "f16")))

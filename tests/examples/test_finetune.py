@@ -126,11 +126,6 @@ def test_what_is_saved_is_what_was_trained_to_the_bit(tuned, checkpoint):
     assert json.loads((tuned / "config.json").read_text()) == CONFIG
 
 
-def test_float32_weights_have_bits_that_bfloat16_parameters_lack(tuned):
-    saved = load_file(tuned / "model.safetensors")["transformer.wte.weight"]
-    assert (saved != saved.astype(ml_dtypes.bfloat16).astype(np.float32)).mean() > 0.9
-
-
 def test_the_state_of_the_recipe_is_in_the_checkpoint(checkpoint):
     dtypes = {
         jax.tree_util.keystr(path, simple=True, separator="/"): str(leaf.dtype)
@@ -142,14 +137,6 @@ def test_the_state_of_the_recipe_is_in_the_checkpoint(checkpoint):
     assert of_mu["wte/embedding/codes"] == "int8"
     assert of_mu["ln_f/scale"] == "float32"
     assert [int(x) for name, x in optax.tree.get_all_with_path(checkpoint, "count")] == [4, 4]
-
-
-def test_a_run_without_steps_to_speak_of_keeps_every_weight(tmp_path):
-    """An update of 1e-30 is below the last bit of every weight that is not 0."""
-    result = run(write(tmp_path / "gpt2", make_tensors()), tmp_path / "out", steps=1, learning_rate=1e-30)
-    assert result.exit_code == 0, result.output
-    before, after = make_tensors(), load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: x.tobytes() for name, x in after.items()} == {name: x.tobytes() for name, x in before.items()}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command `examples.gpt.train`: what a run writes, how it stops and goes on, what it refuses.
+"""The commands of `examples.gpt`: what a run writes, how it stops and goes on, what it refuses, and its evaluation.
 
 A training step takes seconds to compile, so all tests share a few programs, and a run that several tests look at.
 """
@@ -13,16 +13,16 @@ import jax
 import pytest
 from typer.testing import CliRunner
 
-from examples.gpt import checkpoints, evaluate, train
-from examples.gpt.model import PRESETS
+from examples.gpt import checkpoints, data, evaluate, train
+from examples.gpt.model import PRESETS, Config
 from examples.gpt.train import read_log
 from examples.gpt.training import Hyperparameters
-from tests.examples.nano import NANO, make_tokens
 from tests.helpers import assert_same_bits
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
 pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
+NANO = Config(width=32, depth=1, heads=2, context=16, vocabulary=256)
 STEPS = 6
 RUNS = {}  # the first `Run` of each folder
 OPTIONS = {"preset": "nano", "steps": STEPS, "batch_size": 8, "microbatches": 2, "report_every": 1, "save_every": 2}
@@ -56,7 +56,12 @@ def signals():
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    return make_tokens(tmp_path_factory.mktemp("text") / "one")
+    """Make a folder of tokens of a short text, by the command."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("".join(f"line of a text {number}\n" for number in range(6000)))
+    result = CliRunner().invoke(data.app, ["--text", str(folder / "text.txt"), "--out", str(folder / "tokens")])
+    assert "tokens to train on" in result.output
+    return folder / "tokens"
 
 
 def run(out, tokens, *flags, **changes):
@@ -106,15 +111,6 @@ def test_a_run_says_what_it_trains_and_writes_each_step_and_its_newest_checkpoin
     assert [line["tokens_per_second"] is None for line in lines] == [True] + [False] * 5  # the first step compiles
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["4", "6"]
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "log.jsonl"]
-
-
-@pytest.mark.parametrize("kept", [0, 1, 10, 11, 19, 33])
-def test_a_log_that_a_kill_cut_off_keeps_its_whole_lines_without_the_steps_that_are_repeated(tmp_path, kept):
-    path = tmp_path / "log.jsonl"
-    lines = [f'{{"step":{step}}}\n' for step in (1, 2, 9)]  # eleven bytes each
-    path.write_text("".join(lines)[:kept])
-    train.begin_log(path, done=2)
-    assert [line["step"] for line in read_log(path)] == [1, 2][: min(kept // len(lines[0]), 2)]
 
 
 # --- Going on. ---

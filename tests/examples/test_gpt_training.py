@@ -1,6 +1,5 @@
 """The training step of the examples' GPT: accumulation, weight decay, clipping, and every recipe."""
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -13,16 +12,13 @@ import pytest
 import mpx
 from examples.gpt.model import Config
 from examples.gpt.recipes import RECIPES, get_recipe
-from examples.gpt.training import Hyperparameters, Program, decayed, make_optimizer, mean_over_microbatches
-from tests.helpers import all_eqns, assert_same_bits, types_of
+from examples.gpt.training import Hyperparameters, Program, make_optimizer
+from tests.helpers import all_eqns, types_of
 
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
 pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
 CONFIG = Config(width=32, depth=1, heads=2, context=8, vocabulary=20, vocabulary_multiple=16)
-SCANNED = dataclasses.replace(CONFIG, depth=2, layers="scanned")
-STACKED = dataclasses.replace(SCANNED, layers="stacked")
-UNROLLED = dataclasses.replace(CONFIG, depth=2, layers="unrolled")
 # Three steps have no warm-up: the first one has the peak of the learning rate.
 HYPERPARAMETERS = Hyperparameters(steps=3, learning_rate=1e-3)
 QUICK = {"xla_backend_optimization_level": 0}  # such a program compiles in half the time
@@ -90,34 +86,7 @@ def test_four_microbatches_make_the_step_of_one_large_batch(name, rounding):
     assert abs(of_three.gradient_norm - metrics.gradient_norm) > 8 * rounding * metrics.gradient_norm
 
 
-def test_microbatches_are_added_up_in_float32():
-    """512 equal gradients of 1: a sum in bfloat16 stops at 256."""
-    gradients = lambda microbatch: (jnp.float32(0), {"w": microbatch.astype(jnp.bfloat16)})
-    microbatches = jnp.ones((512, 3))
-    _, mean = jax.jit(lambda x: mean_over_microbatches(gradients, x))(microbatches)
-
-    @jax.jit
-    def in_bfloat16(microbatches):
-        add = lambda total, x: (total + gradients(x)[1]["w"], None)
-        return jax.lax.scan(add, jnp.zeros(3, jnp.bfloat16), microbatches)[0] / 512
-
-    assert_same_bits(mean, {"w": jnp.ones(3, jnp.bfloat16)})
-    assert (in_bfloat16(microbatches) == 0.5).all()  # negative control
-
-
 # --- The optimizer. ---
-def shapes_of(config):
-    return jax.eval_shape(Program(get_recipe("f32"), config, HYPERPARAMETERS).init, 0)[0]
-
-
-@pytest.mark.parametrize("config", [UNROLLED, STACKED, SCANNED], ids=lambda config: config.layers)
-def test_embeddings_and_kernels_decay_and_nothing_else_does(config):
-    """By their dimensions alone the biases of stacked blocks would decay: they are stacked to matrices."""
-    mask = by_path(decayed(shapes_of(config), config))
-    assert {path for path, decays in mask.items() if decays} == {
-        path for path in mask if "kernel" in path or "embedding" in path
-    }
-    assert not all(mask.values())
 
 
 @pytest.mark.parametrize(("norm", "clipped"), [(0.5, 0.5), (10.0, 1.0)])

@@ -10,15 +10,14 @@ import mpx
 from mpx._fused import fused_update, kernels, tile
 from mpx._stored import blocks
 from mpx._stored.blocks import packed
-from tests import sweep
 from tests.fused.helpers import SHAPES, STEPS, assert_same_steps, tree
 from tests.helpers import BF16, all_eqns, assert_same_bits, cases, on_an_absent_gpu, unfused
-from tests.rules import RULES
+from tests.rules import RULES, WRITE_BACKS, moment_fields
 from tests.walks.test_a_new_wrapper import own_masters
 
 pytestmark = pytest.mark.optax_promotion
 
-STORAGE = {"f32": lambda tx: tx} | {name: sweep.WRITE_BACKS[name] for name in ("full", "split", "Kahan")}
+STORAGE = {"f32": lambda tx: tx} | {name: WRITE_BACKS[name] for name in ("full", "split", "Kahan")}
 FORMATS = {"f32": None, "bf16": "bf16", "8-bit": mpx.Blockwise8bit()}
 # Beside AdamW with split masters and 8-bit moments in the composition with clipping, and random bits below.
 QUICK = [("lion", "Kahan", "bf16"), ("adafactor", "split", "f32")]
@@ -28,7 +27,7 @@ MATRIX = [
     for i, rule in enumerate(RULES)
     for j, storage in enumerate(STORAGE)
     for k, state in enumerate(FORMATS)
-    if state == "f32" or sweep.moment_fields(rule)
+    if state == "f32" or moment_fields(rule)
     if (i + len(FORMATS) * j + k) % 12 == 0 or rule == "adamw" or (rule, storage, state) in QUICK
 ]
 
@@ -61,7 +60,7 @@ def test_a_step_has_the_bits_of_the_transformation(name, storage, state):
     rule, dtype = RULES[name], jnp.float32 if storage == "f32" else jnp.bfloat16
     tx = rule.make()
     if state != "f32":
-        tx = stored(tx, sweep.moment_fields(name), FORMATS[state])
+        tx = stored(tx, moment_fields(name), FORMATS[state])
     kinds = ["large", "ragged", *([] if name == "sm3" else ["scalar"])]  # which has no sums for a scalar
     shapes = {kind: SHAPES[kind] for kind in kinds}
     params, grads = tree(0, dtype, shapes=shapes), gradients(1, dtype, rule.per_example, shapes)

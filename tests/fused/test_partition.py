@@ -9,8 +9,7 @@ import optax
 import pytest
 
 import mpx
-from tests.rules import RULES
-from tests.sweep import moment_fields
+from tests.rules import RULES, moment_fields
 
 pytestmark = pytest.mark.optax_promotion
 

@@ -122,26 +122,12 @@ def test_another_rule_begins_with_all_bits_of_the_weights_as_the_message_says():
     assert (mpx.master_params(params, new_tx.init(params))["w"] != weights["w"]).any()
 
 
-# Into each recipe from one other, as the ring goes.
-@pytest.mark.parametrize(("old", "new"), list(zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)))
-@pytest.mark.filterwarnings("ignore:`convert_state`")
-def test_every_recipe_becomes_every_other_one_and_trains_on(old, new):
-    params, state = convert(old, new)
-    tx = recipe(new)
-    assert types_of(params) == types_of(mpx.get_policy(RECIPES[new][0]).cast_to_param(initial()))
-    assert types_of(state) == types_of(tx.init(params))
-    kept = {x.dtype for x in jax.tree.leaves(optax.tree.get(state, "master", default=()))}
-    assert kept & {np.dtype(np.uint16), np.dtype(np.uint8)} or mpx.is_synced(params, state)  # low bits cannot tell
-    after, after_state = step(tx, params, state, 3)
-    assert types_of((after, after_state)) == types_of((params, state))
-    assert all((a != b).any() for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True))
-
-
 @pytest.mark.filterwarnings("ignore:`convert_state`")
 def test_weights_moments_and_counts_in_float32_and_masters_are_moved_to_the_bit():
     """A recipe into itself changes no bit at all, and each other one has the types of the new recipe."""
     for old, new in STAR_AND_RING | {("8 bits", "8 bits"), ("kahan", "kahan")}:
         params, state = convert(old, new)
+        assert types_of(params) == types_of(mpx.get_policy(RECIPES[new][0]).cast_to_param(initial()))
         assert types_of(state) == types_of(jax.eval_shape(recipe(new).init, params))
         if old == new:
             assert_same_bits(convert(old, new), trained(old))

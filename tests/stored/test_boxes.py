@@ -95,10 +95,6 @@ def shardings_by_flax(tree, box, mesh):
     return nn.logical_to_mesh_sharding(specs, mesh, RULES) if box is logical else nn.get_sharding(tree, mesh)
 
 
-def without_boxes(tree, box):
-    return nnx.as_pure(tree) if box is of_nnx else flax.core.meta.unbox(tree)
-
-
 def should_lie(path, leaf):
     """Return the spec of a leaf of a state, from the parameter that it belongs to and its shape."""
     name = next((key.key for key in path if getattr(key, "key", None) in NAMES), None)
@@ -106,10 +102,6 @@ def should_lie(path, leaf):
         return P()
     shape, names = NAMES[name]
     return P(*of_mesh(names)) if leaf.shape == shape else OTHER_PARTS[name, leaf.shape]
-
-
-def shardings(tree, mesh):
-    return jax.tree.map_with_path(lambda path, leaf: NamedSharding(mesh, should_lie(path, leaf)), tree)
 
 
 @contextlib.contextmanager
@@ -131,15 +123,14 @@ class Run:
         self.box, self.mesh, self.tx = box, mesh_of(devices), optimizer(recipe)
         params = boxed(arrays(recipe), box)
         self.params = jax.device_put(params, self.places(params))
-        self.state = self.begun(self.tx)
+        places = self.places(jax.eval_shape(self.tx.init, self.params))
+        self.state = jax.jit(self.tx.init, out_shardings=places)(self.params)
         self.grads = jax.device_put(boxed(arrays(begin=1.0), box), self.places(params))
 
     def places(self, tree):
-        return shardings(tree, self.mesh) if self.box is None else shardings_by_flax(tree, self.box, self.mesh)
-
-    def begun(self, tx):
-        places = self.places(jax.eval_shape(tx.init, self.params))
-        return jax.jit(tx.init, out_shardings=places)(self.params)
+        if self.box is not None:
+            return shardings_by_flax(tree, self.box, self.mesh)
+        return jax.tree.map_with_path(lambda path, leaf: NamedSharding(self.mesh, should_lie(path, leaf)), tree)
 
     def stepped(self, step, state, places):
         compiled = jax.jit(step, out_shardings=(self.places(self.params), places), compiler_options=unfused())
@@ -163,13 +154,10 @@ class Run:
             return self.stepped(step, self.state, self.places(self.state))
 
     def zero1(self, folder):
-        tx = mpx.zero1(self.tx, self.mesh, param_specs=jax.tree.map(lambda x: x.spec, self.places(self.params)))
-        places = mpx.zero1_shardings(
-            self.params,
-            jax.eval_shape(tx.init, self.params),
-            self.mesh,
-            param_specs=jax.tree.map(lambda x: x.spec, self.places(self.params)),
-        )
+        specs = jax.tree.map(lambda x: x.spec, self.places(self.params))
+        tx = mpx.zero1(self.tx, self.mesh, param_specs=specs)
+        shapes = jax.eval_shape(tx.init, self.params)
+        places = mpx.zero1_shardings(self.params, shapes, self.mesh, param_specs=specs)
         return self.stepped(stepper(tx), tx.init(self.params), places)
 
     def save(self, folder):
@@ -186,13 +174,9 @@ class Run:
     def convert(self, folder):
         """Go on in float32, and come back."""
         params, state = self.step(folder)
-        other = optimizer("f32")
+        other, is_wide = optimizer("f32"), all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
         there = mpx.convert_state(params, state, self.tx, other)
-        return mpx.convert_state(*there, other, self.tx, policy="f32" if self.is_wide else None)
-
-    @property
-    def is_wide(self):
-        return all(x.dtype == jnp.float32 for x in jax.tree.leaves(self.params))
+        return mpx.convert_state(*there, other, self.tx, policy="f32" if is_wide else None)
 
 
 BOXES = {"Linen": of_linen, "logical": logical, "NNX": of_nnx}
@@ -217,7 +201,7 @@ def test_a_run_in_boxes_has_the_bits_and_the_places_of_one_without(cell, tmp_pat
     recipe, box, devices, what = cell.split(", ")
     runs = [Run(recipe, found, int(devices)) for found in (BOXES[box], None)]
     actual, expected = (getattr(run, what)(tmp_path) for run in runs)
-    inside = without_boxes(actual, BOXES[box])
+    inside = nnx.as_pure(actual) if box == "NNX" else flax.core.meta.unbox(actual)
     assert_same_bits(inside, expected)
     for (path, a), e in zip(jax.tree.leaves_with_path(inside), jax.tree.leaves(expected), strict=True):
         should = e.sharding if what in ("convert", "zero1") else NamedSharding(runs[0].mesh, should_lie(path, a))
@@ -245,10 +229,8 @@ def names_of(part):
 )
 def test_codes_and_scales_have_the_names_of_the_axes_that_they_still_have(box, shape, names, codes, scales):
     x = jnp.ones(shape, jnp.float32)
-    params = {
-        "w": nn.Partitioned(x, names) if box is of_linen else nnx.Param(x, out_sharding=names, eager_sharding=False)
-    }
-    stored = mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS).init(params).inner_state[0].mu["w"]
+    w = nn.Partitioned(x, names) if box is of_linen else nnx.Param(x, out_sharding=names, eager_sharding=False)
+    stored = mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS).init({"w": w}).inner_state[0].mu["w"]
     assert (names_of(stored.codes), names_of(stored.scales)) == (codes, scales)
 
 
@@ -317,17 +299,12 @@ def jitted(step, *modules):
 
 class Model(nnx.Module):
     def __init__(self, names, rngs):
-        named = lambda init, *axes: nnx.with_partitioning(init, axes) if names else init
-        kernels, zeros, ones = (
-            nnx.initializers.lecun_normal(),
-            nnx.initializers.zeros_init(),
-            nnx.initializers.ones_init(),
-        )
-        self.up = nnx.Linear(
-            16, 512, kernel_init=named(kernels, None, "model"), bias_init=named(zeros, "model"), rngs=rngs
-        )
-        self.norm = nnx.LayerNorm(512, scale_init=named(ones, "model"), rngs=rngs)
-        self.down = nnx.Linear(512, 16, kernel_init=named(kernels, "model", None), rngs=rngs)
+        named = lambda init, *axes: nnx.with_partitioning(init(), axes) if names else init()
+        kernel = lambda *axes: named(nnx.initializers.lecun_normal, *axes)
+        zeros, ones = (named(init, "model") for init in (nnx.initializers.zeros_init, nnx.initializers.ones_init))
+        self.up = nnx.Linear(16, 512, kernel_init=kernel(None, "model"), bias_init=zeros, rngs=rngs)
+        self.norm = nnx.LayerNorm(512, scale_init=ones, rngs=rngs)
+        self.down = nnx.Linear(512, 16, kernel_init=kernel("model", None), rngs=rngs)
 
     def __call__(self, x):
         return self.down(nnx.relu(self.norm(self.up(x))))

@@ -287,9 +287,6 @@ def test_the_printed_line_makes_the_optimizer_that_was_planned(arguments, code, 
     assert [line for line in lines if "tx = " in line] == [f"tx = mpx.mixed_precision({code})"]
 
 
-# Program.
-
-
 # Explain.
 
 SHAPES = ("f32[16,4]", "f32[8,16]")

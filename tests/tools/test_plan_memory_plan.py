@@ -157,28 +157,6 @@ def test_on_several_devices_gradients_have_the_dtype_of_their_sum(policy, option
 # Formulas.
 
 
-def without_scalars(plan):
-    """Return the bytes that grow with the model."""
-    return sum(row.bytes_a_device for row in plan.rows if row.name not in ("counts and scalars", "key"))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "in_a_step", "outside"),
-    [
-        ("f32", 16, 16),
-        ("bf16-masters", 16, 18),
-        ("bf16-split-8bit", 8 + 2 * 4 / 256, 10 + 2 * 4 / 256),
-        ("fp8", 14, 16),
-    ],
-)
-def test_a_recipe_takes_the_bytes_a_parameter_of_its_formula(recipe, in_a_step, outside):
-    """Inside of a step a gradient has the narrower of the stored and the compute dtype; outside it is float32."""
-    tx, policy = RECIPES[recipe]
-    n = 256 * 1000
-    assert without_scalars(memory_plan(n, tx, policy)) == in_a_step * n
-    assert without_scalars(memory_plan(n, tx, policy, gradient_dtype="f32")) == outside * n
-
-
 @given(st.integers(1, 10**12), st.integers(1, 64))
 def test_a_number_is_rounded_up_to_blocks_on_each_device(n, d):
     """Otherwise neither a moment nor its scales could be divided, and would be whole on every device."""

@@ -19,7 +19,7 @@ FSDP = {"mesh": MESH, "axis": None, "param_specs": [P("data")] * 2 + [P(None, "d
 LAYER = [(256, 256), (256, 256), (256, 128), (256, 128), (256, 1024), (256, 1024), (1024, 256)]
 STACKED = [(512, 256), (256, 512), *((3, *shape) for shape in LAYER), (3, 256)]
 UNROLLED = [(256, 512), (256, 512), *LAYER, *LAYER, *LAYER, (256,)]
-IN_A_LAYER, HEAD = 256 * (256 + 256 + 128 + 128 + 3 * 1024), 512 * 256
+IN_A_LAYER = 256 * (256 + 256 + 128 + 128 + 3 * 1024)
 
 
 def plan_of(shapes=STACKED, policy="bf16", **options: Any):

@@ -19,13 +19,10 @@ from mpx.monitor import fates
 from mpx.tools.program import target_devices
 from mpx.tools.program.text import parse
 
-BF16 = mpx.get_policy("params=bf16,compute=bf16,output=f32")
 ONES = jnp.ones((16, 16), jnp.float32)
-W = {"w": np.full(2, 1.001, np.float32)}
 GRADS = {"layers": [{"w": jnp.float32([1e-10, 1.0])}, {"w": jnp.float32([1e-10] * 2)}], "norm": jnp.ones(2)}
 loss_fn = lambda w, x: jnp.sum(x @ w)
 in_jit = lambda call: lambda: jax.jit(lambda x: call(x))(jnp.ones(2))
-SMALL = mpx.autocast(loss_fn, mpx.Fp8(min_extent=0))
 
 
 def mesh(**axes):

@@ -118,19 +118,6 @@ def test_the_training_is_the_same_under_any_power_of_two_scale():
         assert_same_bits(state.inner_state, plain_state)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2"])
-@pytest.mark.parametrize("scale", [mpx.DynamicLossScale(), mpx.StaticLossScale(2.0**15), mpx.NoOpLossScale()])
-def test_narrow_gradients_are_unscaled_in_float32(scale, dtype):
-    """2**-14 / 2**15 has no float16 value; JAX promotes no 8-bit float by itself."""
-    tx = mpx.loss_scaling(optax.identity(), scale)
-    updates, state = tx.update(jnp.full(2, 2.0**-14, dtype), tx.init(jnp.ones(2)))
-    assert_same_bits(updates, jnp.full(2, 2.0**-14 / float(scale.loss_scale), jnp.float32))
-    before = state.loss_scale
-    _, state = tx.update(jnp.full(2, jnp.inf, dtype), state)
-    assert int(state.skipped_steps) == 1
-    assert state.loss_scale == before / (2 if isinstance(scale, mpx.DynamicLossScale) else 1)
-
-
 def test_a_run_goes_on_with_the_settings_of_its_program_and_the_counters_of_its_checkpoint():
     """A minimum of 4 in the checkpoint, of 1/4 in the program."""
     make = lambda low: mpx.loss_scaling(optax.sgd(1.0), mpx.DynamicLossScale(4.0, 0, 10, 2, low, hysteresis=2))

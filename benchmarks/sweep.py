@@ -1,4 +1,4 @@
-"""Every rule under every way to keep parameters and every way to keep its state: what the tests and the table run.
+"""Every rule under every way to keep parameters and every way to keep its state: what the table of state formats runs.
 
 The problem: a network of 16 inputs, 64 hidden units and 4 outputs learns another network from 256 noisy examples, 32
 a step, for 120 steps. It computes in float32 from the parameters as they are stored.
@@ -13,21 +13,12 @@ import numpy as np
 import optax
 
 import mpx
-from mpx import _trees
 from mpx._mixed_precision import MomentsIn
-from tests.rules import RULES
+from tests.rules import MIN_SIZE, RULES, WRITE_BACKS, moment_fields
 
 STEPS = 120
 BATCH = 32
-MIN_SIZE = 64  # the hidden biases are stored in few bits too; numbers that steer a rule, a handful, are not
 
-WRITE_BACKS = {
-    "full": mpx.master_weights,
-    "split": lambda tx: mpx.master_weights(tx, storage="split"),
-    "split24": lambda tx: mpx.master_weights(tx, storage="split24", key=jax.random.key(3)),
-    "Kahan": lambda tx: optax.chain(mpx.upcast(tx), mpx.kahan_summation()),
-    "stochastic": lambda tx: optax.chain(mpx.upcast(tx), mpx.stochastic_rounding(jax.random.key(1))),
-}
 STATES = {
     "f32": None,
     "bf16 nearest": {"format": "bf16"},
@@ -35,11 +26,6 @@ STATES = {
     "8-bit": {"format": mpx.Blockwise8bit()},
     "4-bit": {"format": MomentsIn(mpx.Blockwise4bit(), mpx.Blockwise8bit()), "key": jax.random.PRNGKey(2)},
 }
-# Fields that hold weights, or tools of the rule, and no averages.
-NO_MOMENTS = {
-    "params", "params0", "x0", "z", "init_particles", "cache", "projector", "ns_coeffs", "updates", "grad",
-    "weights_memory",
-}  # fmt: skip
 
 
 def initial_params(seed):
@@ -62,23 +48,11 @@ def examples():
 
 
 def loss_fn(params, batch):
+    """Return the mean squared error of a batch, in float32."""
     x, y = batch
     p = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     b1, b2 = (jnp.broadcast_to(b, (len(x), len(b))) for b in (p["b1"], p["b2"]))
     return jnp.mean((jnp.tanh(x @ p["w1"] + b1) @ p["w2"] + b2 - y) ** 2)
-
-
-@functools.cache
-def moment_fields(name):
-    """The fields of a rule's state that hold arrays of averages, as one pattern; None if there are none."""
-    state = jax.eval_shape(RULES[name].make().init, initial_params(0))
-    fields = set()
-    for path, leaf in _trees.leaves_by_path(state).items():
-        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        field = next((name for name in names if not name.endswith(("state", "states"))), None)
-        if field and field not in NO_MOMENTS and _trees.is_floating(leaf) and leaf.size >= MIN_SIZE:
-            fields.add(field)
-    return "|".join(sorted(fields)) or None
 
 
 def transformation(rule, write_back, state):
