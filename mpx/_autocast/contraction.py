@@ -104,12 +104,12 @@ def why_no_gain(eqn: JaxprEqn, lhs: Any = None, rhs: Any = None) -> str | None:
     return _VECTOR if is_vector else None
 
 
-def may_be_mapped(eqn: JaxprEqn, tags: Sequence[Any]) -> bool:
-    """Return whether a contraction that is kept is that of a vector and a matrix that is an argument.
+def may_be_mapped(eqn: JaxprEqn, reason: str, tags: Sequence[Any]) -> bool:
+    """Return whether a contraction is kept because it is that of a vector and a matrix that is an argument.
 
     Such as a weight, and the vector of one example of a batch.
     """
-    if eqn.primitive.name != "dot_general" or why_no_gain(eqn) != _VECTOR:
+    if eqn.primitive.name != "dot_general" or reason != _VECTOR:
         return False
     return any(tag.is_argument and not is_vector for tag, is_vector in zip(tags, _are_vectors(eqn), strict=True))
 

@@ -55,7 +55,7 @@ class Tag(NamedTuple):
 
     @property
     def is_narrow_weight(self) -> bool:
-        """Whether it has elements of an argument that is stored in 16 bits."""
+        """Return whether it has elements of an argument that is stored in 16 bits."""
         return self.is_argument and self.representable_in is not None
 
 
@@ -248,7 +248,7 @@ class Planner:
         is_product, why_16_bits = facts_of(eqn).contraction, None
         reason = contraction.why_kept(eqn, precision, tags) if is_product else _why_elementwise_kept(eqn, precision)
         if reason is not None:
-            if not is_product or not precision.is_narrow or not contraction.may_be_mapped(eqn, tags):
+            if not is_product or not precision.is_narrow or not contraction.may_be_mapped(eqn, reason, tags):
                 return _kept(eqn, tags, reason)
             kept = _kept(eqn, tags, f"{reason}; narrowed where a `jax.vmap` around makes a matrix of it")
             return kept._replace(action="map", precision=precision.fallback)

@@ -10,6 +10,7 @@ import mpx
 from tests.autocast.helpers import BF16, F16, F32, all_in, contractions, exact_jit, narrow_dot, normal
 from tests.helpers import assert_same_bits
 
+HEAD_IN_FLOAT32 = mpx.Policy("float32", "bfloat16", "float32", overrides=(("head", "float32"),))
 W, BATCH = normal(0, 8, 16) / 4, normal(1, 32, 16)
 
 
@@ -63,6 +64,23 @@ def test_what_stays_a_product_with_a_vector_stays_exact(axes):
     count = mpx.autocast(lambda table, ones: ones @ table, BF16)
     ones = jnp.ones((4, 257) if axes[1] == 0 else 257, F32)
     assert_same_bits(jax.vmap(count, axes)(table, ones), jnp.full((4, 3), 257.0))
+
+
+precise = lambda w, x: jnp.dot(w, x, precision="highest")
+KEPT = {
+    "a precision that is asked for": (precise, BF16, W, BATCH),
+    "complex numbers": (jnp.matmul, BF16, W * (1 + 1j), BATCH.astype(np.complex64)),
+    "an override": (lambda w, x: w["head"] @ x, HEAD_IN_FLOAT32, {"head": W}, BATCH),
+    "an island": (mpx.full_precision(jnp.matmul), BF16, W, BATCH),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* no matrix product of")
+@pytest.mark.parametrize("name", KEPT)
+def test_a_product_that_is_kept_for_another_reason_is_kept_under_vmap_too(name):
+    fun, policy, w, batch = KEPT[name]
+    actual, expected = (jax.vmap(f, (None, 0))(w, batch) for f in (mpx.autocast(fun, policy), fun))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_derivatives_without_a_batch_are_those_of_float32_and_rows_of_a_jacobian_are_a_batch():
