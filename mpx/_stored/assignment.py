@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -62,8 +62,11 @@ def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
 
 
 def _matches(pattern: str, path: str, role: Role) -> bool:
-    """Return whether a pattern is the role of a leaf, or is found in its path."""
-    return pattern == role if pattern in get_args(Role) else re.search(_whole(pattern), path) is not None
+    """Return whether a pattern is the role of a leaf, or is found in its path.
+
+    Only roles of several words count: a layer may be called `key` or `weights`.
+    """
+    return (pattern == role and " " in role) or re.search(_whole(pattern), path) is not None
 
 
 def _whole(pattern: str) -> str:

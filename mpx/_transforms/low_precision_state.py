@@ -65,9 +65,9 @@ def low_precision_state(
         formats: regular expressions, each with the format of the leaves it matches: bfloat16, float16, float32 (for
             exceptions), by name or dtype; or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An
             expression is searched in the "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`,
-            and matches whole components. The first that matches wins, so exceptions come first. A role, such as
-            `"first moment"` or `"second moment"` (see `register_state`), stands for all leaves of that role, whatever
-            a rule calls them: `mu` matches those of a layer called `mu` too.
+            and matches whole components. The first that matches wins, so exceptions come first. A role
+            (`"first moment"`, `"second moment"` or `"sum of gradients"`) stands for all leaves of that role, whatever a
+            rule calls them: `mu` matches those of a layer called `mu` too.
         min_size: leaves with fewer elements stay float32: they cost little, and biases and gains need their precision.
         rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits a second
             moment below the smallest code is always rounded up to it. Equal numbers of a leaf are rounded alike.)

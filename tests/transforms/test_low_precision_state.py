@@ -160,6 +160,13 @@ def test_a_role_stands_for_the_leaves_that_a_rule_keeps_under_another_name():
     assert sm3.nu["w"].dtype == np.float32
 
 
+@pytest.mark.parametrize("name", ["key", "weights", "signed", "count"])
+def test_a_layer_that_is_called_as_a_role_of_one_word_is_found_by_its_path(name):
+    state = adam({name: "bf16"}).init({name: jnp.ones(4096, jnp.float32), "w": jnp.ones(4096, jnp.float32)})
+    mu = optax.tree.get(state, "mu")
+    assert (mu[name].dtype, mu["w"].dtype) == (jnp.bfloat16, np.float32)
+
+
 def test_the_first_pattern_wins_so_that_an_exception_stands_in_front():
     start = {"embedding": jnp.ones(4096, jnp.float32), "w": jnp.ones(4096, jnp.float32)}
     mu = optax.tree.get(adam({"embedding": "f32", "mu|nu": "bf16"}).init(start), "mu")
