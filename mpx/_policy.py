@@ -93,7 +93,8 @@ class Policy:
         (`nnx.BatchStat`) or the key `batch_stats` or `_overwrite_with_gradient` beside `params` marks them. A warning
         names overrides that match no floating leaf, if there is one: they do nothing here.
         """
-        if text := self._overrides_without_a_leaf(tree):
+        has_numbers = any(map(_trees.is_floating, jax.tree.leaves(tree)))
+        if has_numbers and (text := self._overrides_without_a_leaf(tree)):
             _errors.warn(f"`Policy.cast_to_param`: {text} Cast all parts of a model in one tree, for whole paths.")
         return self.cast_to(np.dtype(self.param_dtype), tree)
 
@@ -180,9 +181,9 @@ class Policy:
         near = lambda path: -difflib.SequenceMatcher(None, "|".join(useless), path).ratio()
         text = (
             f"no floating leaf's path matches {', '.join(map(repr, useless))}. An override is a regular expression "
-            f"searched in one of these: {_errors.listed(sorted(paths, key=near), 8)}."
+            f"searched in one of these: {_errors.listed(sorted(paths, key=near), 8) or '(none)'}."
         )
-        return text if paths and useless else ""
+        return text if useless else ""
 
 
 def get_policy(text: str, *, overrides: tuple[tuple[str, DTypeLike], ...] = ()) -> Policy:
