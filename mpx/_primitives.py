@@ -32,6 +32,7 @@ class Facts(NamedTuple):
 NOTHING_KNOWN = Facts()
 _KEPT = Facts(elementwise=True)
 _FREE = Facts(elementwise=True, cheap=True)
+_ITSELF = _FREE._replace(moves="same", copies_of_operand="one")
 _CURVE = _FREE._replace(transcendental=True)
 _VIEW = Facts(cheap=True, moves="moved")
 _RECEIVED = Facts(moves="received", linear=True, communicates=True)
@@ -40,16 +41,14 @@ _ROWS = {
     "conv_general_dilated dot_general ragged_dot_general": Facts(contraction=True),
     "product_that_may_be_mapped": Facts(linear=True),  # of autocast: a product of a vector and a matrix
     # The operands themselves.
-    "copy name": _FREE._replace(moves="same", copies_of_operand="one"),
+    "copy name": _ITSELF,
     "optimization_barrier pvary stop_gradient": _FREE._replace(moves="same"),
     "value_with_derivative_of": _FREE._replace(triton="none"),  # of autocast: the first operand
-    "kept_between_passes": _FREE._replace(moves="same", copies_of_operand="one", triton="none"),  # of `checkpoint`
-    "cotangent_watched": _FREE._replace(
-        moves="same", copies_of_operand="one", triton="none"
-    ),  # of gradients around autocast
+    "kept_between_passes": _ITSELF._replace(triton="none"),  # of `checkpoint`
+    "cotangent_watched": _ITSELF._replace(triton="none"),  # of gradients around autocast
     "layout_constraint": _FREE._replace(moves="same", triton="none"),
     "device_put": _KEPT._replace(moves="same", triton="none"),
-    "sharding_constraint": _FREE._replace(moves="same", copies_of_operand="one", communicates=True),
+    "sharding_constraint": _ITSELF._replace(communicates=True),
     "reshard": _KEPT._replace(moves="same", copies_of_operand="one", communicates=True),
     # Elements at other places.
     "rev transpose": _VIEW._replace(copies_of_operand="one"),

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpx._autocast import contraction
@@ -29,24 +29,20 @@ def _bound(function: Callable[..., Any], operands: Any, narrow: Narrow) -> jax.A
     return _mapped.bind(*operands, program=jax.make_jaxpr(function)(*operands), narrow=narrow)
 
 
-def _run(*operands: Any, program: ClosedJaxpr, **_: Any) -> Any:
-    return jaxpr_as_fun(program)(*operands)[0]
-
-
 def _transposed(cotangent: Any, lhs: Any, rhs: Any, program: ClosedJaxpr, narrow: Narrow) -> list[Any]:
     """Return the cotangent of the one operand that the product is linear in."""
     if type(cotangent) is ad.Zero:
         return [None, None]
     is_left = ad.is_undefined_primal(lhs)
     x, other = (lhs, rhs) if is_left else (rhs, lhs)
-    forward = lambda x, other: _run(*((x, other) if is_left else (other, x)), program=program)
+    forward = lambda x, other: wide.run_program(*((x, other) if is_left else (other, x)), program=program)
     pull = lambda cotangent, other: jax.linear_transpose(lambda x: forward(x, other), x.aval)(cotangent)[0]
     result = _bound(pull, (cotangent, other), narrow)
     return [result, None] if is_left else [None, result]
 
 
 def _batched(operands: list[Any], axes: list[int | None], program: ClosedJaxpr, narrow: Narrow) -> tuple[Any, int]:
-    batched = jax.make_jaxpr(jax.vmap(lambda *operands: _run(*operands, program=program), axes))(*operands)
+    batched = jax.make_jaxpr(jax.vmap(lambda *operands: wide.run_program(*operands, program=program), axes))(*operands)
 
     def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
         if contraction.why_no_gain(eqn) is not None:
@@ -57,7 +53,7 @@ def _batched(operands: list[Any], axes: list[int | None], program: ClosedJaxpr, 
 
 
 _mapped = Primitive("product_that_may_be_mapped")
-_mapped.def_impl(_run)
+_mapped.def_impl(wide.run_program)
 _mapped.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
 ad.defjvp(
     _mapped,
@@ -66,4 +62,4 @@ ad.defjvp(
 )
 ad.primitive_transposes[_mapped] = _transposed
 batching.primitive_batchers[_mapped] = _batched
-mlir.register_lowering(_mapped, mlir.lower_fun(_run, multiple_results=False))
+mlir.register_lowering(_mapped, mlir.lower_fun(wide.run_program, multiple_results=False))

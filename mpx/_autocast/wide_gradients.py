@@ -67,7 +67,8 @@ def _derivative_of(function: Callable[..., Any], is_wide: bool, gathers: bool = 
     return lambda *operands: _derivative.bind(*operands, program=jax.make_jaxpr(function)(*operands), **options)
 
 
-def _run(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
+def run_program(*operands: Any, program: ClosedJaxpr, **_: Any) -> Any:
+    """Return the one result of a program that a primitive holds."""
     return jaxpr_as_fun(program)(*operands)[0]
 
 
@@ -76,14 +77,14 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], program: ClosedJax
     (x, other, *rest), (of_x, of_other, *_) = primals, tangents
     parts = [] if type(of_x) is ad.Zero else [_derivative.bind(of_x, other, *rest, program=program, **options)]
     if type(of_other) is not ad.Zero:
-        along = lambda t, x, y, *rest: jax.jvp(lambda y: _run(x, y, *rest, program=program), (y,), (t,))[1]
+        along = lambda t, x, y, *rest: jax.jvp(lambda y: run_program(x, y, *rest, program=program), (y,), (t,))[1]
         parts.append(_derivative_of(along, is_wide=False)(of_other, x, other, *rest))
     return _derivative.bind(*primals, program=program, **options), sum(parts[1:], parts[0])
 
 
 def _batched(operands: list[Any], axes: list[int | None], program: ClosedJaxpr, **options: bool) -> tuple[Any, int]:
     """Batch as JAX batches the contraction itself, so that a weight without a batch gets one gradient."""
-    batched = jax.vmap(lambda *operands: _run(*operands, program=program), axes)
+    batched = jax.vmap(lambda *operands: run_program(*operands, program=program), axes)
     return _derivative_of(batched, **options)(*operands), 0
 
 
@@ -94,7 +95,7 @@ def _transposed(cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_w
         return [None, *nothing]
     if gathers:  # or XLA would see that it has gathered this before, and keep that
         cotangent, others = lax.optimization_barrier((cotangent, others))
-    pull = jax.linear_transpose(lambda x: _run(x, *others, program=program), x.aval)
+    pull = jax.linear_transpose(lambda x: run_program(x, *others, program=program), x.aval)
     if not is_wide:
         return [*pull(cotangent), *nothing]
     transposed = jax.make_jaxpr(lambda cotangent: pull(cotangent)[0])(cotangent)
@@ -132,12 +133,12 @@ def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
 
 
 _derivative = Primitive("narrow_product_derivative")
-_derivative.def_impl(_run)
+_derivative.def_impl(run_program)
 _derivative.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
 ad.primitive_jvps[_derivative] = _jvp
 ad.primitive_transposes[_derivative] = _transposed
 batching.primitive_batchers[_derivative] = _batched
-mlir.register_lowering(_derivative, mlir.lower_fun(_run, multiple_results=False))
+mlir.register_lowering(_derivative, mlir.lower_fun(run_program, multiple_results=False))
 mlir.register_lowering(_derivative, mlir.lower_fun(_run_on_cpu, multiple_results=False), platform="cpu")
 
 
