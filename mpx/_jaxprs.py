@@ -14,6 +14,8 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
+from mpx._primitives import is_call
+
 T = TypeVar("T")
 
 
@@ -107,6 +109,48 @@ def with_source_of(eqn: JaxprEqn) -> Iterator[None]:
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+# ---- programs without calls -----------------------------------------------------------------------------------------
+
+
+def flatten(
+    jaxpr: jex_core.ClosedJaxpr, is_kept: Callable[[JaxprEqn], bool] = lambda eqn: False
+) -> tuple[jex_core.Jaxpr, dict[jex_core.Var, Any]]:
+    """Inline the calls of a program; return it with the arrays that it closes over.
+
+    Calls that say where their arrays have to be stay, and those that `is_kept` names. Custom derivatives are lost with
+    their calls.
+    """
+    equations: list[JaxprEqn] = []
+    constants: dict[jex_core.Var, Any] = {}
+
+    def enter(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        inside = open_jaxpr(jaxpr)
+        known = dict(zip(inside.invars, operands, strict=True))
+        for variable, value in zip(inside.constvars, constants_of(jaxpr), strict=True):
+            known[variable] = jex_core.Var(variable.aval)
+            constants[known[variable]] = value
+        read = lambda v: v if is_literal(v) else known[v]
+        for eqn in inside.eqns:
+            operands = [read(v) for v in eqn.invars]
+            if is_call(eqn) and not _is_placed(eqn) and not is_kept(eqn):
+                results = enter(called_jaxpr(eqn), operands)
+            else:
+                results = [jex_core.Var(v.aval) for v in eqn.outvars]
+                equations.append(eqn.replace(invars=operands, outvars=results))
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in inside.outvars]
+
+    program = open_jaxpr(jaxpr)
+    outputs = enter(jaxpr, program.invars)
+    return program.replace(constvars=[], outvars=outputs, eqns=equations), constants
+
+
+def _is_placed(eqn: JaxprEqn) -> bool:
+    """Return whether a call says where its operands or results have to be."""
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
 # ---- following values through a program -----------------------------------------------------------------------------

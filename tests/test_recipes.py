@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import mpx
-from mpx._fused.program import flatten
+from mpx._jaxprs import flatten
 from mpx._recipes import RECIPES
 from tests.autocast.helpers import contractions
 from tests.helpers import assert_same_bits, cases, stepper
