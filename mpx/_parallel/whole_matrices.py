@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.experimental.shard_alike import shard_alike
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -72,7 +73,8 @@ def _updated(inner, updates, state, params, extra_args, products, sent, axis):
         state1 = jax.eval_shape(inner.init, grads1 if params is None else params1)
         program1, _, _ = _traced(rule, grads1, state1, params1)
         parts1 = _parts(program1)
-        _run(program, values, parts, program1, parts1, products, sent, axis)
+        leaf_values = {id(part): grads[i] for part, i in zip(parts, of_part)}
+        _run(program, values, parts, program1, parts1, products, sent, axis, leaf_values)
     else:
         run_equations(program, list(program.eqns), values)
     return jax.tree.unflatten(tree, [v.val if is_literal(v) else values[v] for v in program.outvars])
@@ -212,7 +214,7 @@ def _leaf_of(part, program, count):
     return i
 
 
-def _run(program, values, parts, program1, parts1, products, sent, axis):
+def _run(program, values, parts, program1, parts1, products, sent, axis, leaf_values):
     inside = {id(eqn) for part in parts for eqn in part.eqns}
     late = {v for part in parts for v in part.outputs}
     before, after = [], []
@@ -250,11 +252,15 @@ def _run(program, values, parts, program1, parts1, products, sent, axis):
         stacks = []
         for part, _ in members:
             count = part.products[0][0]
-            stacks.append([values[part.inputs[i]].reshape(count, *u) for i, u in zip(order, units)])
+            alike_g = lambda x, g=leaf_values[id(part)]: shard_alike(g, x)[1] if x.shape == g.shape else x
+            cast = lambda x: alike_g(x if sent is None else alike_g(x).astype(sent))
+            stacks.append([cast(values[part.inputs[i]]).reshape(count, *u) for i, u in zip(order, units)])
         results = _on_devices(one, stacks, sent, axis)
         for (part, _), ys in zip(members, results, strict=True):
             for v, y in zip(part.outputs, ys, strict=True):
-                values[v] = y.reshape(v.aval.shape)
+                g = leaf_values[id(part)]
+                y = y.reshape(v.aval.shape)
+                values[v] = (shard_alike(g, y)[1] if y.shape == g.shape else y).astype(v.aval.dtype)
     run_equations(program, after, values)
 
 
@@ -269,18 +275,16 @@ def _on_devices(one, stacks, sent, axis):
         return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(names)))
 
     def of_round(xs):
-        xs = [put(x).astype(jnp.float32) for x in xs]
-        ys = jax.vmap(one)(xs)
-        return [put(y if sent is None else y.astype(sent)) for y in ys]
+        ys = jax.vmap(one)([x.astype(jnp.float32) for x in xs])
+        return [y if sent is None else y.astype(sent) for y in ys]
 
     def rounds(xs):
         """From [rounds * devices, ...]."""
-        xs = [x.reshape(devices, -1, *x.shape[1:]) for x in xs]
+        xs = [put(x.reshape(devices, -1, *x.shape[1:])) for x in xs]
         ys = lax.map(of_round, [jnp.moveaxis(x, 1, 0) for x in xs])
-        return [jnp.moveaxis(y, 0, 1).reshape(-1, *y.shape[2:]) for y in ys]
+        return [put(jnp.moveaxis(y, 0, 1)).reshape(-1, *y.shape[2:]) for y in ys]
 
     cast = lambda xs: xs if sent is None else [x.astype(sent) for x in xs]
-    stacks = [cast(xs) for xs in stacks]
     full = [len(xs[0]) // devices * devices for xs in stacks]
     results = [rounds([x[:n] for x in xs]) if n else None for n, xs in zip(full, stacks)]
     rest = [len(xs[0]) - n for n, xs in zip(full, stacks)]
@@ -295,4 +299,4 @@ def _on_devices(one, stacks, sent, axis):
             start += n
             if n:
                 results[j] = got if results[j] is None else [jnp.concatenate(p) for p in zip(results[j], got)]
-    return [[y.astype(jnp.float32) for y in ys] for ys in results]
+    return results
