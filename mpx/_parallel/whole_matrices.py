@@ -101,7 +101,7 @@ def whole_matrices(
         given = (updates, state, params, extra_args)
         _require_mesh(given, names)
         arrays, put = _trees.partition_leaves(given, _trees.is_array)
-        update = lambda arrays: _update(inner, *put(arrays), multiply, sent, names)
+        update = lambda arrays: _update(inner, *put(arrays), multiply, _Sender.of(names, sent))
         shardings = list(filter(None, map(explicit_sharding, arrays)))
         if not shardings:
             return update(arrays)
@@ -112,7 +112,7 @@ def whole_matrices(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _require_mesh(tree: Any, names: Sequence[str] | None) -> None:
+def _require_mesh(given: Any, names: Sequence[str] | None) -> None:
     """Raise unless the mesh is known, and has the axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes:
@@ -120,15 +120,14 @@ def _require_mesh(tree: Any, names: Sequence[str] | None) -> None:
             f"`whole_matrices`: this is inside `jax.shard_map` over {', '.join(map(repr, mesh.manual_axes))}, where a "
             "device sees its own part only. Call `init` and `update` outside of it, under `jax.jit`."
         )
-    for x in jax.tree.leaves(tree) if mesh.empty else ():
-        is_divided = isinstance(x, jax.Array) and not isinstance(x, Tracer) and len(x.sharding.device_set) > 1
-        if is_divided and explicit_sharding(x) is None:
-            raise ValueError(
-                "`whole_matrices`: arrays lie on several devices, but no mesh is set. Call `init` and `update` under "
-                "`with jax.set_mesh(mesh):`."
-            )
-    if not mesh.empty and (missing := {*(names or ())} - {*mesh.axis_names}):
-        raise ValueError(f"`whole_matrices`: the mesh has the axes {mesh.axis_names}, and no {sorted(missing)}.")
+    arrays = [x for x in jax.tree.leaves(given) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    if mesh.empty and any(len(x.sharding.device_set) > 1 and explicit_sharding(x) is None for x in arrays):
+        raise ValueError(
+            "`whole_matrices`: arrays lie on several devices, but no mesh is set. Call `init` and `update` under "
+            "`with jax.set_mesh(mesh):`."
+        )
+    if not mesh.empty and not {*(names or ())} <= {*mesh.axis_names}:
+        raise ValueError(f"`whole_matrices`: the mesh has the axes {mesh.axis_names}, but `axis` is {names}.")
 
 
 # ---- cutting the program of a rule -----------------------------------------------------------------------------------
@@ -141,96 +140,92 @@ class _Part(NamedTuple):
     inputs: list[Var]
     outputs: list[Var]
     products: list[tuple[int, Any]]  # of each the number of matrices, and the shapes of one of them
-    leaf: int  # the number of the leaf, in the tree of gradients
-
-
-def _traced(rule: Any, given: Any, count: int) -> tuple[jex_core.Jaxpr, dict[Var, Any], Any, list[_Part]]:
-    """Return the program of a rule, the values of its inputs and constants, what it returns, and its parts."""
-    jaxpr, results = jax.make_jaxpr(rule, return_shape=True)(*given)
-    program, constants = flatten(jaxpr, returns_its_operand)
-    values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
-    return program, values, jax.tree.structure(results), _Program(program, count).parts()
+    least: int  # the size of the smallest operand of a product
+    leaves: list[int]  # the numbers of the gradients that it multiplies
 
 
 class _Program:
-    """The equations of a program by their numbers."""
+    """The equations of a program by their numbers, and what reads what."""
 
-    def __init__(self, program: jex_core.Jaxpr, count: int) -> None:
+    def __init__(self, program: jex_core.Jaxpr) -> None:
         self.eqns = program.eqns
-        self.leaves = {v: i for i, v in enumerate(program.invars[:count])}
         self.made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.uses: dict[Var, set[int]] = defaultdict(set)
         for i, vs in enumerate([*map(_operands, self.eqns), [v for v in program.outvars if not is_literal(v)]]):
             for v in vs:
                 self.uses[v].add(i)
-        self.below = {i for i, eqn in enumerate(self.eqns) if _products([eqn])}  # products, and what is computed of them
-        self.above = set(self.below)  # products, and what they are computed of
+        self.below = {i for i, eqn in enumerate(self.eqns) if _products([eqn])}  # products, and what reads them
+        self.above = set(self.below)  # products, and what they read
         for i in range(len(self.eqns)):
-            self.below |= {i} if self.below & self._sources(i) else set()
+            self.below |= {i} if self.below & self.sources(i) else set()
         for i in reversed(range(len(self.eqns))):
-            self.above |= self._sources(i) if i in self.above else set()
+            self.above |= self.sources(i) if i in self.above else set()
 
-    def parts(self) -> list[_Part]:
+    def parts(self, gradients: dict[Var, int]) -> list[_Part]:
         """Return what lies between the first and the last product of each leaf, and what can run with it."""
         between, found = self.below & self.above, {}
         for i in sorted(between):
-            joined = {i}.union(*[found[j] for j in self._sources(i) & between])
+            joined = {i}.union(*[found[j] for j in self.sources(i) & between])
             found.update(dict.fromkeys(joined, joined))
-        distinct = {min(group): group for group in found.values()}
-        return [part for _, group in sorted(distinct.items()) if (part := self._part(group)) is not None]
+        groups = {min(group): group for group in found.values()}
+        parts = [self._part(group, gradients) for _, group in sorted(groups.items())]
+        return [part for part in parts if part.leaves]  # products of the state alone are left to XLA
 
-    def _part(self, group: set[int]) -> _Part | None:
+    def _part(self, group: set[int], gradients: dict[Var, int]) -> _Part:
         products = _products([self.eqns[i] for i in sorted(group)])
         least = min(count * math.prod(shape) for count, shapes in products for shape in shapes)
         large = lambda vs: [v for v in vs if v.aval.size >= least]
-        group = _grown(group, lambda group: self._before(group), lambda group: len(large(self._inputs(group))))
-        group = _grown(group, lambda group: self._after(group, large), lambda group: len(large(self._outputs(group))))
-        inputs, waiting, seen = self._inputs(group), large(self._inputs(group)), set()
+        group = _grown(group, self._before, lambda group: len(large(self.inputs(group))))
+        group = _grown(group, lambda group: self._after(group, large), lambda group: len(large(self.outputs(group))))
+        waiting, seen = large(self.inputs(group)), set()
         while waiting:  # back to the gradients, through large arrays: a scalar may be of all leaves
             v = waiting.pop()
-            if v not in seen and v in self.made:
-                waiting += large(_operands(self.eqns[self.made[v]]))
+            waiting += large(_operands(self.eqns[self.made[v]])) if v in self.made and v not in seen else []
             seen.add(v)
-        leaves = sorted(self.leaves[v] for v in seen & self.leaves.keys())
-        if not leaves:  # of the state alone
-            return None
+        leaves = sorted(gradients[v] for v in seen & gradients.keys())
         eqns = [self.eqns[i] for i in sorted(group)]
-        return _Part(eqns, inputs, self._outputs(group), products, leaves if leaves[1:] else leaves[0])
+        return _Part(eqns, self.inputs(group), self.outputs(group), products, least, leaves)
 
-    def _sources(self, i: int) -> set[int]:
+    def sources(self, i: int) -> set[int]:
+        """Return the equations that make the operands of one."""
         return {self.made[v] for v in _operands(self.eqns[i]) if v in self.made}
 
-    def _inputs(self, group: set[int]) -> list[Var]:
+    def inputs(self, group: set[int]) -> list[Var]:
+        """Return what a group of equations reads from outside."""
         operands = dict.fromkeys(v for i in sorted(group) for v in _operands(self.eqns[i]))
         return [v for v in operands if self.made.get(v) not in group]
 
-    def _outputs(self, group: set[int]) -> list[Var]:
+    def outputs(self, group: set[int]) -> list[Var]:
+        """Return what others read of a group."""
         return [v for i in sorted(group) for v in self.eqns[i].outvars if self.uses[v] - group]
 
     def _before(self, group: set[int]) -> list[int]:
-        """Return equations whose results are read in the group only, the last one first."""
-        found = sorted({self.made[v] for v in self._inputs(group) if v in self.made}, reverse=True)
-        return [i for i in found if self._may_move(i) and all(self.uses[v] <= group for v in self.eqns[i].outvars)]
+        """Return equations whose results only the group reads, the last one first."""
+        found = sorted({self.made[v] for v in self.inputs(group) if v in self.made}, reverse=True)
+        return [
+            i for i in found if _may_join(self.eqns[i]) and all(self.uses[v] <= group for v in self.eqns[i].outvars)
+        ]
 
     def _after(self, group: set[int], large: Callable[..., list[Var]]) -> list[int]:
-        """Return equations that read results of the group, and nothing that is large or waits for other products."""
-        known = {*self._inputs(group), *self._outputs(group)}
-        found = sorted({i for v in self._outputs(group) for i in self.uses[v] - group if i < len(self.eqns)})
-        others = lambda i: [v for v in _operands(self.eqns[i]) if v not in known]
-        waits = lambda i: large(others(i)) or any(self.made.get(v) in self.below for v in others(i))
-        return [i for i in found if self._may_move(i) and not waits(i)]
-
-    def _may_move(self, i: int) -> bool:
-        """Return whether an equation computes the same for one matrix of a stack: random numbers are not."""
-        return not self.eqns[i].effects and not facts_of(self.eqns[i]).positional
+        """Return equations that read results of the group, and beside these nothing large or computed of products."""
+        known, results = {*self.inputs(group), *self.outputs(group)}, self.outputs(group)
+        found = sorted({i for v in results for i in self.uses[v] - group if i < len(self.eqns)})
+        others = lambda i: {*_operands(self.eqns[i])} - known
+        is_free = lambda i: not large(others(i)) and self.below.isdisjoint(self.made.get(v, -1) for v in others(i))
+        return [i for i in found if _may_join(self.eqns[i]) and is_free(i)]
 
 
-def _grown(group: set[int], neighbours: Callable[..., list[int]], width: Callable[..., int]) -> set[int]:
-    """Take in neighbours one by one; return the largest group of those with the fewest large arrays at its border."""
-    best, least = group, width(group)
+def _may_join(eqn: JaxprEqn) -> bool:
+    """Return whether an equation does the same to one matrix as to a stack; random numbers are others."""
+    return not eqn.effects and not facts_of(eqn).positional
+
+
+def _grown(group: set[int], neighbours: Callable[..., list[int]], border: Callable[..., int]) -> set[int]:
+    """Take in neighbours one by one; return the largest group with the fewest large arrays at its border."""
+    best, least = group, border(group)
     while found := neighbours(group):
         group = group | {found[0]}
-        if (now := width(group)) <= least:
+        if (now := border(group)) <= least:
             best, least = group, now
     return best
 
@@ -239,16 +234,18 @@ def _operands(eqn: JaxprEqn) -> list[Var]:
     return [v for v in eqn.invars if not is_literal(v)]
 
 
+_FACTORIZATIONS = ("cholesky", "eig", "eigh", "geqrf", "lu", "schur", "svd", "triangular_solve")
+
+
 def _products(eqns: Sequence[JaxprEqn]) -> list[tuple[int, Any]]:
     """Return how many matrices each product or factorization in equations has, and the shapes of one of them."""
     found: list[tuple[int, Any]] = []
     for eqn in eqns:
-        shapes = [v.aval.shape for v in eqn.invars if hasattr(v.aval, "shape")]
+        shapes = [getattr(v.aval, "shape", ()) for v in eqn.invars]
         if eqn.primitive.name == "dot_general":
-            contracted, batch = eqn.params["dimension_numbers"]
+            (contracted, _), batch = eqn.params["dimension_numbers"]
             one = [tuple(n for i, n in enumerate(s) if i not in b) for s, b in zip(shapes, batch, strict=True)]
-            sums = math.prod(shapes[0][i] for i in contracted[0])
-            if all(math.prod(shape) > sums for shape in one):  # both have an axis of their own
+            if all(math.prod(shape) > math.prod(shapes[0][i] for i in contracted) for shape in one):  # no vectors
                 found.append((math.prod(shapes[0][i] for i in batch[0]), tuple(one)))
         elif eqn.primitive.name in _FACTORIZATIONS:
             found.append((math.prod(shapes[0][:-2]), (shapes[0][-2:],)))
@@ -257,19 +254,26 @@ def _products(eqns: Sequence[JaxprEqn]) -> list[tuple[int, Any]]:
     return found
 
 
-_FACTORIZATIONS = ("cholesky", "eig", "eigh", "geqrf", "lu", "schur", "svd", "triangular_solve")
-
-
 # ---- running it ------------------------------------------------------------------------------------------------------
 
 
-def _update(inner: Any, updates: Any, state: Any, params: Any, extra_args: Any, *how: Any) -> Any:
+def _traced(rule: Any, given: Any) -> tuple[jex_core.Jaxpr, dict[Var, Any], Any, list[_Part]]:
+    """Return the program of a rule, the values of its inputs and constants, the tree of its results, and its parts."""
+    jaxpr, results = jax.make_jaxpr(rule, return_shape=True)(*given)
+    program, constants = flatten(jaxpr, returns_its_operand)
+    values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
+    gradients = dict(zip(program.invars, range(len(jax.tree.leaves(given[0]))), strict=False))
+    return program, values, jax.tree.structure(results), _Program(program).parts(gradients)
+
+
+def _update(
+    inner: Any, updates: Any, state: Any, params: Any, extra_args: Any, multiply: Any, sender: "_Sender"
+) -> Any:
     """Return what `inner.update` returns."""
     params = None if params is None else _errors.trained(params, updates)
-    leaves, names = jax.tree.leaves(updates), list(_trees.path_names(updates).values())
     rule = lambda *given: inner.update(*given, **extra_args)
-    program, values, tree, parts = _traced(rule, (updates, state, params), len(leaves))
-    alike = _of_one_matrix(inner, rule, updates, params, parts, names) if parts else []
+    program, values, tree, parts = _traced(rule, (updates, state, params))
+    alike = _of_one_matrix(inner, rule, updates, params, parts) if parts else {}
     moved = {id(eqn) for part in parts for eqn in part.eqns}
     late, before, after = {v for part in parts for v in part.outputs}, [], []
     for eqn in program.eqns:
@@ -278,119 +282,141 @@ def _update(inner: Any, updates: Any, state: Any, params: Any, extra_args: Any, 
         if id(eqn) not in moved:
             (after if is_late else before).append(eqn)
     run_equations(program, before, values)
-    for jaxpr, is_mapped, members in alike:
-        _multiply(jaxpr, is_mapped, members, values, leaves, *how)
+    for (_, is_mapped, _), members in alike.items():
+        _run_alike(members, is_mapped, values, jax.tree.leaves(updates), multiply, sender)
     run_equations(program, after, values)
     return jax.tree.unflatten(tree, [v.val if is_literal(v) else values[v] for v in program.outvars])
 
 
-def _of_one_matrix(inner: Any, rule: Any, updates: Any, params: Any, parts: list[_Part], names: list[str]) -> Any:
-    """Return programs for one matrix, which of their inputs are matrices, and the parts that they can run."""
-    shapes, axes = [np.shape(x) for x in jax.tree.leaves(updates)], {}
+def _of_one_matrix(inner: Any, rule: Any, updates: Any, params: Any, parts: list[_Part]) -> dict[Any, Any]:
+    """Return parts and their programs for one matrix; those that are alike together, with which inputs are stacks."""
+    shapes, names, axes = [np.shape(x) for x in jax.tree.leaves(updates)], list(_trees.path_names(updates).values()), {}
     for part in parts:
-        if not isinstance(part.leaf, int):
-            several = _errors.listed([names[i] for i in part.leaf])
+        if part.leaves[1:]:
             raise ValueError(
-                f"`whole_matrices`: the rule multiplies matrices of several leaves with each other: {several}. Give "
-                "these to another rule, by `optax.partition`."
+                "`whole_matrices`: the rule multiplies matrices of several leaves with each other: "
+                f"{_errors.listed([names[i] for i in part.leaves])}. Give these to a rule outside, by `optax.partition`."
             )
-        count, shape = part.products[0][0], shapes[part.leaf]
-        axes[part.leaf] = next((k for k in range(len(shape)) if math.prod(shape[:k]) == count), None)
-        if axes[part.leaf] is None:
-            raise ValueError(
-                f"`whole_matrices`: {names[part.leaf]!r} is {list(shape)}, and the rule multiplies {count} matrices of it, "
-                "which are not stacked along its first axes. Move the axes of the stack to the front."
-            )
+        shape, count = shapes[part.leaves[0]], part.products[0][0]
+        axes[part.leaves[0]] = next((k for k in range(len(shape)) if math.prod(shape[:k]) == count), 0)
     one = lambda i, x: jax.ShapeDtypeStruct((1,) * axes[i] + np.shape(x)[axes[i] :], x.dtype) if i in axes else x
     one_of = lambda t: jax.tree.unflatten(jax.tree.structure(t), [one(i, x) for i, x in enumerate(jax.tree.leaves(t))])
     updates, params = one_of(updates), None if params is None else one_of(params)
-    given = (updates, jax.eval_shape(inner.init, updates if params is None else params), params)
-    program, _, _, of_one = _traced(rule, given, len(shapes))
+    state = jax.eval_shape(inner.init, updates if params is None else params)
+    program, _, _, of_one = _traced(rule, (updates, state, params))
     alike = defaultdict(list)
-    for part, one in zip(parts, of_one, strict=True):
-        jaxpr, count = part_of(program, one.eqns, one.outputs), part.products[0][0]
-        is_mapped = tuple(_is_stack(v, w, count) for v, w in zip(part.inputs, jaxpr.invars, strict=True))
-        shared = tuple(v for v, mapped in zip(part.inputs, is_mapped, strict=True) if not mapped)
-        alike[str(jaxpr), is_mapped, shared].append((jaxpr, part))
-    return [(members[0][0], is_mapped, [part for _, part in members]) for (_, is_mapped, _), members in alike.items()]
+    for part, single in zip(parts, of_one, strict=True):
+        name, shape, count = names[part.leaves[0]], shapes[part.leaves[0]], part.products[0][0]
+        arrays, units = [*part.inputs, *part.outputs], [*single.inputs, *single.outputs]
+        is_stack = [_is_stack(v, w, part) for v, w in zip(arrays, units, strict=len(arrays) == len(units))]
+        is_same = [v.aval.shape == w.aval.shape for v, w in zip(part.inputs, single.inputs, strict=False)]
+        inputs, outputs = is_stack[: len(part.inputs)], is_stack[len(part.inputs) :]
+        if [(n // count, x) for n, x in part.products] != single.products or not (
+            all(map(max, inputs, is_same)) and all(outputs)
+        ):
+            raise ValueError(
+                f"`whole_matrices`: {name!r} is {list(shape)}, of which the rule multiplies {count} matrices, but not "
+                "each by itself. Let the axes of the stack come first, or keep this leaf out, by `optax.partition`."
+            )
+        shared = tuple(v for v, is_mapped in zip(part.inputs, inputs, strict=True) if not is_mapped)
+        jaxpr = part_of(program, single.eqns, single.outputs)
+        alike[str(jaxpr), tuple(inputs), shared].append((part, jaxpr))
+    return alike
 
 
-def _is_stack(v: Var, one: Var, count: int) -> bool:
-    """Return whether an array has one entry for each of the matrices."""
-    return v.aval.size == count * one.aval.size and (count > 1 or v.aval.size > 1)
+def _is_stack(v: Var, one: Var, part: _Part) -> bool:
+    """Return whether an array has one entry for each matrix."""
+    count, shape = part.products[0][0], v.aval.shape
+    if count == 1:
+        return v.aval.size >= part.least
+    k = next((k for k in range(len(shape) + 1) if math.prod(shape[:k]) == count), 0)
+    return k > 0 and math.prod(one.aval.shape[:k]) == 1 and shape[k:] == one.aval.shape[k:]
 
 
-def _multiply(
-    jaxpr: jex_core.Jaxpr, is_mapped: Sequence[bool], parts: list[_Part], values: dict[Var, Any], leaves: list[Any],
-    multiply: Any, sent: np.dtype | None, names: Sequence[str] | None,
-) -> None:  # fmt: skip
-    """Run the products of leaves with alike matrices, and add their results to `values`."""
-    fun = multiply(lambda *args: jex_core.jaxpr_as_fun(closed_jaxpr(jaxpr))(*args))
-    deal = _Dealer(names)
-    narrow = lambda x: x.astype(sent) if sent is not None and _trees.is_floating(x) and x.dtype.itemsize > sent.itemsize else x
-    stacks = []
-    for part in parts:
-        place = lambda x, like=leaves[part.leaf]: deal.placed_like(x, like)
-        given = [place(narrow(place(values[v]))) for v, mapped in zip(part.inputs, is_mapped, strict=True) if mapped]
-        units = [w.aval.shape for w, mapped in zip(jaxpr.invars, is_mapped, strict=True) if mapped]
-        stacks.append([x.reshape(-1, *unit) for x, unit in zip(given, units, strict=True)])
+def _run_alike(members: Any, is_mapped: Any, values: Any, leaves: Any, multiply: Any, sender: "_Sender") -> None:
+    """Run alike parts, and add their results to `values`."""
+    part, one = members[0]
+    run = multiply(jex_core.jaxpr_as_fun(closed_jaxpr(one)))
+    of_stacks = lambda xs: [x for x, mapped in zip(xs, is_mapped, strict=True) if mapped]
+    like = [leaves[part.leaves[0]] for part, _ in members]
 
-    def one(matrices):
-        matrices = iter(matrices)
-        args = [
-            next(matrices).astype(w.aval.dtype) if mapped else values[v]
-            for v, w, mapped in zip(parts[0].inputs, jaxpr.invars, is_mapped, strict=True)
+    def of_one(matrices):
+        matrices = (x.astype(w.aval.dtype) for x, w in zip(matrices, of_stacks(one.invars), strict=True))
+        results = run(
+            *[next(matrices) if mapped else values[v] for v, mapped in zip(part.inputs, is_mapped, strict=True)]
+        )
+        return [sender.narrowed(y, v.aval.shape == like[0].shape) for y, v in zip(results, part.outputs, strict=True)]
+
+    stacks = [
+        [
+            sender.there(values[v], x).reshape(-1, *w.aval.shape)
+            for v, w in zip(of_stacks(p.inputs), of_stacks(one.invars), strict=True)
         ]
-        return list(map(narrow, fun(*args)))
+        for (p, _), x in zip(members, like, strict=True)
+    ]
+    for (p, _), x, results in zip(members, like, sender.mapped(of_one, stacks), strict=True):
+        values.update(
+            (v, sender.back(y.reshape(v.aval.shape), x).astype(v.aval.dtype))
+            for v, y in zip(p.outputs, results, strict=True)
+        )
 
-    for part, results in zip(parts, deal(one, stacks), strict=True):
-        for v, result in zip(part.outputs, results, strict=True):
-            result = deal.placed_like(result.reshape(v.aval.shape), leaves[part.leaf])
-            values[v] = result.astype(v.aval.dtype)
 
+class _Sender(NamedTuple):
+    """Sends matrices to the devices that multiply them, and back."""
 
-class _Dealer:
-    """Deals matrices out to the devices of a mesh."""
+    mesh: Any
+    names: tuple[str, ...]  # the axes over which matrices are dealt out
+    dtype: Any  # the dtype in which they are sent, or None
 
-    def __init__(self, names: Sequence[str] | None) -> None:
-        self.mesh = jax.sharding.get_abstract_mesh()
-        self.names = tuple(self.mesh.axis_names if names is None else names)
-        self.count = math.prod(self.mesh.shape[name] for name in self.names) if not self.mesh.empty else 1
+    @classmethod
+    def of(cls, names: Sequence[str] | None, dtype: Any) -> "_Sender":
+        mesh = jax.sharding.get_abstract_mesh()
+        return cls(mesh, () if mesh.empty else tuple(mesh.axis_names if names is None else names), dtype)
 
-    def placed_like(self, x: jax.Array, like: jax.Array) -> jax.Array:
-        """Let `x` lie where `like` does, wherever that is."""
-        return x if self.count == 1 or x.shape != like.shape else shard_alike(like, x)[1]
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh.shape[name] for name in self.names)
 
-    def __call__(self, one: Callable[..., Any], stacks: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """Map a function over the first axes of arrays, stack by stack."""
-        whole = [len(stack[0]) // self.count * self.count for stack in stacks]
-        # Each device takes neighbours: those that it may have already.
-        apart = lambda x: jnp.moveaxis(x.reshape(self.count, -1, *x.shape[1:]), 0, 1)
-        together = lambda x: jnp.moveaxis(x, 1, 0)
-        results = [
-            [together(y) for y in self._in_rounds(one, [apart(x[:n]) for x in stack])] if n else []
-            for n, stack in zip(whole, stacks, strict=True)
-        ]
-        # What is left of all stacks is one more.
-        left = [[x[n:] for x in stack] for n, stack in zip(whole, stacks, strict=True)]
-        counts = [len(stack[0]) for stack in left]
-        if any(counts):
-            joined = [jnp.concatenate(xs) for xs in zip(*left, strict=True)]
-            fill = lambda x: jnp.concatenate([x, *[x[-1:]] * (-len(x) % self.count)])
-            ys = self._in_rounds(one, [fill(x).reshape(-1, self.count, *x.shape[1:]) for x in joined])
-            ends = np.cumsum(counts)
-            ys = [jnp.split(y.reshape(-1, *y.shape[2:])[: ends[-1]], ends[:-1]) for y in ys]
-            for i, (result, *more) in enumerate(zip(results, *ys, strict=True)):
-                flat = [y.reshape(-1, *y.shape[2:]) for y in result]
-                results[i] = [jnp.concatenate(pair) for pair in zip(flat, more, strict=True)] if flat else more
-        return results
+    def narrowed(self, x: jax.Array, is_leaf: bool) -> jax.Array:
+        """Round an array once; only what has the shape of a leaf: the rule may keep more of what it measures."""
+        return x.astype(self.dtype) if self.dtype is not None and is_leaf and _trees.is_floating(x) else x
 
-    def _in_rounds(self, one: Callable[..., Any], stack: list[jax.Array]) -> list[jax.Array]:
-        """Map a function over arrays `[rounds, devices, ...]`: each device has one entry at a time."""
-        return [self._placed(y) for y in lax.map(jax.vmap(one), [self._placed(x) for x in stack])]
+    def back(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """Place an array as a gradient of its shape, wherever that lies; nothing says where on automatic axes."""
+        return shard_alike(like, x)[1] if x.shape == like.shape and self.devices > 1 else x
+
+    def there(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """Round an array where it lies, before it is sent."""
+        return self.back(self.narrowed(self.back(x, like), x.shape == like.shape), like)
+
+    def mapped(self, fun: Callable[..., Any], stacks: list[list[jax.Array]]) -> list[Any]:
+        """Map a function over the first axes of stacks; those that the devices do not divide become one."""
+        is_divided = [len(stack[0]) % self.devices == 0 for stack in stacks]
+        groups = [[i] for i, divided in enumerate(is_divided) if divided]
+        groups += [[i for i, divided in enumerate(is_divided) if not divided]]
+        results: dict[int, Any] = {}
+        for group in filter(None, groups):
+            joined = [jnp.concatenate(xs) for xs in zip(*[stacks[i] for i in group], strict=True)]
+            ends = np.cumsum([len(stacks[i][0]) for i in group])[:-1]
+            parts = [jnp.split(y, ends) for y in self._on_devices(fun, joined)]
+            results.update(zip(group, zip(*parts, strict=True), strict=True))
+        return [results[i] for i in range(len(stacks))]
+
+    def _on_devices(self, fun: Callable[..., Any], stack: list[jax.Array]) -> list[jax.Array]:
+        """Map a function over `[rounds, devices, ...]`: one entry at a time on each device."""
+        count = len(stack[0])
+        if missing := -count % self.devices:
+            stack = [jnp.concatenate([x, *[x[-1:]] * missing]) for x in stack]
+            split = lambda x: x.reshape(-1, self.devices, *x.shape[1:])
+            join = lambda x: x.reshape(-1, *x.shape[2:])[:count]
+        else:  # neighbours on one device, which it may have already
+            split = lambda x: jnp.moveaxis(x.reshape(self.devices, -1, *x.shape[1:]), 0, 1)
+            join = lambda x: jnp.moveaxis(x, 1, 0).reshape(-1, *x.shape[2:])
+        results = lax.map(jax.vmap(fun), [self._placed(split(x)) for x in stack])
+        return [join(self._placed(y)) for y in results]
 
     def _placed(self, x: jax.Array) -> jax.Array:
-        if self.count == 1:
+        if self.devices == 1:
             return x
-        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2) if {*self.names} != {*self.mesh.axis_names} else []
+        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2) if len(self.names) < len(self.mesh.axis_names) else []
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None, self.names, *others)))
