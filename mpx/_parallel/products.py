@@ -1,0 +1,231 @@
+"""Find what a rule multiplies: the part of its program that needs whole matrices, and a program for one of them."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
+
+from mpx import _errors, _trees
+from mpx._jaxprs import flatten, is_literal, open_jaxpr, part_of
+from mpx._primitives import facts_of
+from mpx._stored.blocks import returns_its_operand
+
+Var = jex_core.Var
+
+
+class Part(NamedTuple):
+    """The products of a leaf, and what runs with them."""
+
+    eqns: list[JaxprEqn]
+    inputs: list[Var]
+    outputs: list[Var]
+    products: list[tuple[int, Any]]  # of each the number of matrices, and the shapes of one of them
+    least: int  # the size of the smallest operand of a product
+    leaves: list[int]  # the numbers of the gradients that it multiplies; of products of the state alone there are none
+
+    @property
+    def count(self) -> int:
+        """Return the number of matrices."""
+        return self.products[0][0]
+
+
+class Alike(NamedTuple):
+    """Parts that one program can run, matrix by matrix."""
+
+    of_one: jex_core.Jaxpr
+    is_stack: tuple[bool, ...]  # which of its inputs are one matrix of a stack
+    parts: list[Part]
+
+
+class _Program:
+    """The equations of a program by their numbers, and what reads what."""
+
+    def __init__(self, program: jex_core.Jaxpr) -> None:
+        self.eqns = program.eqns
+        self.made = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.uses: dict[Var, set[int]] = defaultdict(set)
+        for i, vs in enumerate([*map(_operands, self.eqns), [v for v in program.outvars if not is_literal(v)]]):
+            for v in vs:
+                self.uses[v].add(i)
+        self.below = {i for i, eqn in enumerate(self.eqns) if _products([eqn])}  # products, and what reads them
+        self.above = set(self.below)  # products, and what they read
+        for i in range(len(self.eqns)):
+            self.below |= {i} if self.below & self.sources(i) else set()
+        for i in reversed(range(len(self.eqns))):
+            self.above |= self.sources(i) if i in self.above else set()
+
+    def parts(self, gradients: dict[Var, int], counts: Sequence[int]) -> list[Part]:
+        """Return what lies between the first and the last product of each leaf, and what can run with it."""
+        between, found = self.below & self.above, {}
+        for i in sorted(between):
+            joined = {i}.union(*[found[j] for j in self.sources(i) & between])
+            found.update(dict.fromkeys(joined, joined))
+        groups = {min(group): group for group in found.values()}
+        ordered = [group for _, group in sorted(groups.items())]
+        return [self._part(group, gradients, *counts[i : i + 1]) for i, group in enumerate(ordered)]
+
+    def _part(self, group: set[int], gradients: dict[Var, int], count: int = 0) -> Part:
+        products = _products([self.eqns[i] for i in sorted(group)])
+        least, count = min(n * math.prod(shape) for n, shapes in products for shape in shapes), count or products[0][0]
+        large = lambda vs: [v for v in vs if v.aval.size >= least]
+        before, after = lambda group: self._before(group, count), lambda group: self._after(group, large, count)
+        group = _grown(group, before, lambda group: len(large(self.inputs(group))))
+        group = _grown(group, after, lambda group: len(large(self.outputs(group))))
+        waiting, seen = large(self.inputs(group)), set()
+        while waiting:  # back to the gradients, through large arrays: a scalar may be of all leaves
+            v = waiting.pop()
+            waiting += large(_operands(self.eqns[self.made[v]])) if v in self.made and v not in seen else []
+            seen.add(v)
+        leaves = sorted(gradients[v] for v in seen & gradients.keys())
+        eqns = [self.eqns[i] for i in sorted(group)]
+        return Part(eqns, self.inputs(group), self.outputs(group), products, least, leaves)
+
+    def sources(self, i: int) -> set[int]:
+        """Return the equations that make the operands of one."""
+        return {self.made[v] for v in _operands(self.eqns[i]) if v in self.made}
+
+    def inputs(self, group: set[int]) -> list[Var]:
+        """Return what a group of equations reads from outside."""
+        operands = dict.fromkeys(v for i in sorted(group) for v in _operands(self.eqns[i]))
+        return [v for v in operands if self.made.get(v) not in group]
+
+    def outputs(self, group: set[int]) -> list[Var]:
+        """Return what others read of a group."""
+        return [v for i in sorted(group) for v in self.eqns[i].outvars if self.uses[v] - group]
+
+    def _before(self, group: set[int], count: int) -> list[int]:
+        """Return equations whose results only the group reads, the last one first."""
+        found = sorted({self.made[v] for v in self.inputs(group) if v in self.made}, reverse=True)
+        return [
+            i
+            for i in found
+            if _may_join(self.eqns[i], count) and all(self.uses[v] <= group for v in self.eqns[i].outvars)
+        ]
+
+    def _after(self, group: set[int], large: Callable[..., list[Var]], count: int) -> list[int]:
+        """Return equations that read results of the group, and beside these nothing large or computed of products."""
+        known, results = {*self.inputs(group), *self.outputs(group)}, self.outputs(group)
+        found = sorted({i for v in results for i in self.uses[v] - group if i < len(self.eqns)})
+        others = lambda i: {*_operands(self.eqns[i])} - known
+        is_free = lambda i: not large(others(i)) and self.below.isdisjoint(self.made.get(v, -1) for v in others(i))
+        return [i for i in found if _may_join(self.eqns[i], count) and is_free(i)]
+
+
+def _may_join(eqn: JaxprEqn, count: int) -> bool:
+    """Return whether an equation can do to one matrix what it does to the stack: random numbers would be others."""
+    return not (eqn.effects or facts_of(eqn).positional or _adds_up(eqn, count))
+
+
+def _adds_up(eqn: JaxprEqn, count: int) -> bool:
+    """Return whether an equation makes one number of several matrices."""
+    is_number = lambda v: v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    return count > 1 and any(map(is_number, eqn.outvars)) and any(v.aval.shape != () for v in _operands(eqn))
+
+
+def _grown(group: set[int], neighbours: Callable[..., list[int]], border: Callable[..., int]) -> set[int]:
+    """Take in neighbours one by one; return the largest group with the fewest large arrays at its border."""
+    best, least = group, border(group)
+    while found := neighbours(group):
+        group = group | {found[0]}
+        if (now := border(group)) <= least:
+            best, least = group, now
+    return best
+
+
+def _operands(eqn: JaxprEqn) -> list[Var]:
+    return [v for v in eqn.invars if not is_literal(v)]
+
+
+_FACTORIZATIONS = ("cholesky", "eig", "eigh", "geqrf", "lu", "schur", "svd", "triangular_solve")
+
+
+def _products(eqns: Sequence[JaxprEqn]) -> list[tuple[int, Any]]:
+    """Return how many matrices each product or factorization in equations has, and the shapes of one of them."""
+    found: list[tuple[int, Any]] = []
+    for eqn in eqns:
+        shapes = [getattr(v.aval, "shape", ()) for v in eqn.invars]
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), batch = eqn.params["dimension_numbers"]
+            one = [tuple(n for i, n in enumerate(s) if i not in b) for s, b in zip(shapes, batch, strict=True)]
+            if all(math.prod(shape) > math.prod(shapes[0][i] for i in contracted) for shape in one):  # no vectors
+                found.append((math.prod(shapes[0][i] for i in batch[0]), tuple(one)))
+        elif eqn.primitive.name in _FACTORIZATIONS:
+            found.append((math.prod(shapes[0][:-2]), (shapes[0][-2:],)))
+        else:
+            found += [x for inner in jex_core.jaxprs_in_params(eqn.params) for x in _products(open_jaxpr(inner).eqns)]
+    return found
+
+
+def traced(rule: Any, given: Any, counts: Sequence[int] = ()) -> tuple[jex_core.Jaxpr, dict[Var, Any], Any, list[Part]]:
+    """Return the program of a rule, the values of its inputs and constants, the tree of its results, and its parts.
+
+    For one matrix `counts` are the numbers of matrices in the stacks.
+    """
+    jaxpr, results = jax.make_jaxpr(rule, return_shape=True)(*given)
+    program, constants = flatten(jaxpr, returns_its_operand)
+    values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
+    gradients = dict(zip(program.invars, range(len(jax.tree.leaves(given[0]))), strict=False))
+    return program, values, jax.tree.structure(results), _Program(program).parts(gradients, counts)
+
+
+def programs_of_one(rule: Any, init: Any, updates: Any, params: Any, parts: Sequence[Part]) -> list[Alike]:
+    """Trace a rule for one matrix of each stack, and return the programs that then multiply one matrix.
+
+    `rule` takes gradients, state and parameters, and `init` makes the state.
+    """
+    shapes, names, axes = [np.shape(x) for x in jax.tree.leaves(updates)], list(_trees.path_names(updates).values()), {}
+    own = [part for part in parts if part.leaves]  # XLA divides products of the state alone
+    for part in own:
+        if part.leaves[1:]:
+            raise ValueError(
+                "`whole_matrices`: the rule multiplies matrices of several leaves with each other: "
+                f"{_errors.listed([names[i] for i in part.leaves])}. Give these to another rule, by `optax.partition`."
+            )
+        shape = shapes[part.leaves[0]]
+        axes[part.leaves[0]] = next((k for k in range(len(shape)) if math.prod(shape[:k]) == part.count), 0)
+    one = lambda i, x: jax.ShapeDtypeStruct((1,) * axes[i] + np.shape(x)[axes[i] :], x.dtype) if i in axes else x
+    one_of = lambda t: jax.tree.unflatten(jax.tree.structure(t), [one(i, x) for i, x in enumerate(jax.tree.leaves(t))])
+    updates, params = one_of(updates), None if params is None else one_of(params)
+    state = jax.eval_shape(init, updates if params is None else params)
+    program, _, _, of_one = traced(rule, (updates, state, params), [part.count for part in parts])
+    alike: dict[Any, Alike] = {}
+    for part, single in zip(parts, of_one, strict=True):
+        if not part.leaves:
+            continue
+        is_stack = _stacks_among(part, single)
+        if is_stack is None:
+            raise ValueError(
+                f"`whole_matrices`: {names[part.leaves[0]]!r} is {list(shapes[part.leaves[0]])}. The rule multiplies "
+                f"{part.count} matrices of it, but not each by itself, or they are not stacked along its first axes. "
+                "Move these to the front, or give the leaf to another rule, by `optax.partition`."
+            )
+        jaxpr = part_of(program, single.eqns, single.outputs)
+        shared = tuple(v for v, stacked in zip(part.inputs, is_stack, strict=True) if not stacked)
+        alike.setdefault((str(jaxpr), is_stack, shared), Alike(jaxpr, is_stack, [])).parts.append(part)
+    return list(alike.values())
+
+
+def _stacks_among(part: Part, single: Part) -> tuple[bool, ...] | None:
+    """Return which inputs are stacks; None if a program for one matrix does not do what the one for a stack does."""
+    pairs = [*zip(part.inputs, single.inputs, strict=False), *zip(part.outputs, single.outputs, strict=False)]
+    is_stack = [_is_stack(v.aval, w.aval, part) for v, w in pairs]
+    inputs, outputs = is_stack[: len(part.inputs)], is_stack[len(part.inputs) :]
+    is_shared = [v.aval.shape == w.aval.shape for v, w in pairs[: len(inputs)]]
+    fits = len(pairs) == len(part.inputs) + len(part.outputs) and all(outputs) and all(map(max, inputs, is_shared))
+    fits = fits and not any(_adds_up(eqn, part.count) for eqn in part.eqns)
+    fits = fits and part.products == [(part.count * n, shapes) for n, shapes in single.products]
+    return tuple(inputs) if fits else None
+
+
+def _is_stack(stack: Any, one: Any, part: Part) -> bool:
+    """Return whether an array has one entry for each matrix, along its first axes."""
+    if part.count == 1:
+        return stack.size >= part.least
+    k = next((k for k in range(len(stack.shape) + 1) if math.prod(stack.shape[:k]) == part.count), 0)
+    return k > 0 and math.prod(one.shape[:k]) == 1 and stack.shape[k:] == one.shape[k:]
