@@ -74,7 +74,7 @@ class _Program:
         products = _products([self.eqns[i] for i in sorted(group)])
         least, count = min(n * math.prod(shape) for n, shapes in products for shape in shapes), count or products[0][0]
         large = lambda vs: [v for v in vs if v.aval.size >= least]
-        before, after = lambda group: self._before(group, count), lambda group: self._after(group, large, count)
+        before, after = lambda group: self._before(group, count), lambda group: self._after(group, count)
         group = _grown(group, before, lambda group: len(large(self.inputs(group))))
         group = _grown(group, after, lambda group: len(large(self.outputs(group))))
         waiting, seen = large(self.inputs(group)), set()
@@ -108,13 +108,11 @@ class _Program:
             if _may_join(self.eqns[i], count) and all(self.uses[v] <= group for v in self.eqns[i].outvars)
         ]
 
-    def _after(self, group: set[int], large: Callable[..., list[Var]], count: int) -> list[int]:
-        """Return equations that read results of the group, and beside these nothing large or computed of products."""
+    def _after(self, group: set[int], count: int) -> list[int]:
+        """Return equations that read results of the group, and nothing that it does not know."""
         known, results = {*self.inputs(group), *self.outputs(group)}, self.outputs(group)
         found = sorted({i for v in results for i in self.uses[v] - group if i < len(self.eqns)})
-        others = lambda i: {*_operands(self.eqns[i])} - known
-        is_free = lambda i: not large(others(i)) and self.below.isdisjoint(self.made.get(v, -1) for v in others(i))
-        return [i for i in found if _may_join(self.eqns[i], count) and is_free(i)]
+        return [i for i in found if _may_join(self.eqns[i], count) and known.issuperset(_operands(self.eqns[i]))]
 
 
 def _may_join(eqn: JaxprEqn, count: int) -> bool:
@@ -184,8 +182,10 @@ def programs_of_one(rule: Any, init: Any, updates: Any, params: Any, parts: Sequ
     for part in own:
         if part.leaves[1:]:
             raise ValueError(
-                "`whole_matrices`: the rule multiplies matrices of several leaves with each other: "
-                f"{_errors.listed([names[i] for i in part.leaves])}. Give these to another rule, by `optax.partition`."
+                "`whole_matrices`: the rule computes the products of several leaves in one operation, or multiplies "
+                f"them with each other: {_errors.listed([names[i] for i in part.leaves], 4)}. What runs a rule on "
+                "condition, such as `optax.MultiSteps`, goes around `whole_matrices`. Give other leaves to another "
+                "rule, by `optax.partition`."
             )
         shape = shapes[part.leaves[0]]
         axes[part.leaves[0]] = next((k for k in range(len(shape)) if math.prod(shape[:k]) == part.count), 0)

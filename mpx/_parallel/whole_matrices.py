@@ -192,8 +192,10 @@ class _Sender(NamedTuple):
         return x.astype(self.dtype) if self.dtype is not None and _trees.is_floating(x) else x
 
     def placed(self, x: jax.Array, like: jax.Array) -> jax.Array:
-        """Place an array as a gradient of its shape, wherever that lies: on automatic axes nothing else says it."""
-        return shard_alike(like, x)[1] if x.shape == like.shape and self.devices > 1 else x
+        """Place an array as a gradient of its shape, wherever that lies: on automatic axes no type says it."""
+        if x.shape != like.shape or self.devices == 1:
+            return x
+        return shard_alike(like, x)[1] if isinstance(like, Tracer) else jax.device_put(x, like.sharding)
 
     def there(self, x: jax.Array, like: jax.Array) -> jax.Array:
         """Round an array where it lies. Only numbers of a leaf: what a rule measures of a matrix may need more bits."""
@@ -224,10 +226,13 @@ class _Sender(NamedTuple):
             split = lambda x: jnp.moveaxis(x.reshape(self.devices, -1, *x.shape[1:]), 0, 1)
             join = lambda x: jnp.moveaxis(x, 1, 0).reshape(-1, *x.shape[2:])
         results = lax.map(jax.vmap(fun), [self._dealt(split(x)) for x in stack])
-        return [join(self._dealt(y)) for y in results]
+        return [join(self._dealt(y, back=True)) for y in results]
 
-    def _dealt(self, x: jax.Array) -> jax.Array:
-        if self.devices == 1:
-            return x
-        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2) if len(self.names) < len(self.mesh.axis_names) else []
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(None, self.names, *others)))
+    def _dealt(self, x: jax.Array, *, back: bool = False) -> jax.Array:
+        """Deal entries of the second axis out, over one axis of the mesh after the other: XLA knows no way over two."""
+        for i in sorted(range(len(self.names)), reverse=back):
+            is_all = i == len(self.mesh.axis_names) - 1
+            others = [] if is_all else [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
+            spec = PartitionSpec(None, self.names[: i + 1], *others)
+            x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return x
