@@ -193,7 +193,7 @@ class _Sender(NamedTuple):
 
     def placed(self, x: jax.Array, like: jax.Array) -> jax.Array:
         """Place an array as a gradient of its shape, wherever that lies: on automatic axes no type says it."""
-        if x.shape != like.shape or self.devices == 1:
+        if x.shape != like.shape or self.devices == 1 or not isinstance(like, jax.Array):
             return x
         return shard_alike(like, x)[1] if isinstance(like, Tracer) else jax.device_put(x, like.sharding)
 
@@ -219,13 +219,13 @@ class _Sender(NamedTuple):
         """Map a function over `[rounds, devices, ...]`: one entry at a time on each device."""
         count = len(stack[0])
         if missing := -count % self.devices:
-            stack = [jnp.concatenate([x, *[x[-1:]] * missing]) for x in stack]
+            stack = [jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))]) for x in stack]
             split = lambda x: x.reshape(-1, self.devices, *x.shape[1:])
             join = lambda x: x.reshape(-1, *x.shape[2:])[:count]
         else:  # neighbours on one device, which it may have already
             split = lambda x: jnp.moveaxis(x.reshape(self.devices, -1, *x.shape[1:]), 0, 1)
             join = lambda x: jnp.moveaxis(x, 1, 0).reshape(-1, *x.shape[2:])
-        results = lax.map(jax.vmap(fun), [self._dealt(split(x)) for x in stack])
+        results = _one_by_one(jax.vmap(fun), [self._dealt(split(x)) for x in stack])
         return [join(self._dealt(y, back=True)) for y in results]
 
     def _dealt(self, x: jax.Array, *, back: bool = False) -> jax.Array:
@@ -236,3 +236,17 @@ class _Sender(NamedTuple):
             spec = PartitionSpec(None, self.names[: i + 1], *others)
             x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
         return x
+
+
+def _one_by_one(fun: Callable[..., Any], stacks: list[jax.Array]) -> list[jax.Array]:
+    """Map a function over the first axes of arrays, in place if its results are as its arguments."""
+    of_type = lambda xs: [(x.shape, x.dtype) for x in xs]
+    first = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks]
+    if of_type(jax.eval_shape(fun, first)) != of_type(first):
+        return lax.map(fun, stacks)
+
+    def step(i, xs):
+        ys = fun([lax.dynamic_index_in_dim(x, i, keepdims=False) for x in xs])
+        return [lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(xs, ys, strict=True)]
+
+    return lax.fori_loop(0, len(stacks[0]), step, stacks)
