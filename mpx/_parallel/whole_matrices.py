@@ -16,7 +16,6 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jax.experimental.shard_alike import shard_alike
 from jax.extend import core as jex_core
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -60,7 +59,7 @@ def whole_matrices(
             that it does not multiply (by Adam, say) are left alone.
         products: how to multiply, as in `autocast`: `"f16"`, `"bf16"`, `"bf16x3"`; None leaves it to the rule. Norms,
             sums and polynomials stay in float32.
-        sent: bfloat16 rounds what goes there and back, once each; None sends it as it is.
+        sent: bfloat16 rounds what goes there and what comes back, once each, on one device too; None sends it as it is.
         axis: the axes of the mesh over which matrices are dealt out; None: all. Along others a matrix stays divided.
 
     Returns:
@@ -96,7 +95,8 @@ def whole_matrices(
         given = (updates, state, params, extra_args)
         _require_mesh(given, names)
         arrays, put = _trees.partition_leaves(given, _trees.is_array)
-        update = lambda arrays: _update(inner, *put(arrays), multiply, _Sender.of(names, sent))
+        specs = [sharding and sharding.spec for sharding in map(explicit_sharding, jax.tree.leaves(updates))]
+        update = lambda arrays: _update(inner, *put(arrays), multiply, _Sender.of(names, sent, specs))
         shardings = list(filter(None, map(explicit_sharding, arrays)))
         if not shardings:
             return update(arrays)
@@ -151,24 +151,25 @@ def _update(
 def _run(alike: Alike, values: dict[Var, Any], leaves: list[Any], multiply: Any, sender: "_Sender") -> None:
     """Run alike parts, and add their results to `values`."""
     first, of_one = alike.parts[0], alike.of_one
-    product = multiply(jex_core.jaxpr_as_fun(closed_jaxpr(of_one)))
+    program = jex_core.jaxpr_as_fun(closed_jaxpr(of_one))
+    as_traced = lambda x, v: x if x.dtype == v.aval.dtype else x.astype(v.aval.dtype)
+    product = multiply(lambda *args: program(*map(as_traced, args, of_one.invars)))
     stacks_of = lambda inputs: [x for x, stacked in zip(inputs, alike.is_stack, strict=True) if stacked]
-    like = {id(part): leaves[part.leaves[0]] for part in alike.parts}
+    of_leaf = lambda part: (part.leaves[0], leaves[part.leaves[0]])
 
     def of_matrices(matrices):
-        given = (x.astype(v.aval.dtype) for x, v in zip(matrices, stacks_of(of_one.invars), strict=True))
-        pairs = zip(first.inputs, alike.is_stack, strict=True)
+        given, pairs = iter(matrices), zip(first.inputs, alike.is_stack, strict=True)
         results = product(*[next(given) if stacked else values[v] for v, stacked in pairs])
-        is_leaf = [v.aval.shape == like[id(first)].shape for v in first.outputs]
+        is_leaf = [v.aval.shape == of_leaf(first)[1].shape for v in first.outputs]
         return [sender.narrowed(y) if narrow else y for y, narrow in zip(results, is_leaf, strict=True)]
 
     def stacks(part):
-        given = [sender.there(values[v], like[id(part)]) for v in stacks_of(part.inputs)]
+        given = [sender.there(values[v], *of_leaf(part)) for v in stacks_of(part.inputs)]
         return [x.reshape(-1, *v.aval.shape) for x, v in zip(given, stacks_of(of_one.invars), strict=True)]
 
     for part, results in zip(alike.parts, sender.mapped(of_matrices, map(stacks, alike.parts)), strict=True):
         for v, y in zip(part.outputs, results, strict=True):
-            values[v] = sender.placed(y.reshape(v.aval.shape), like[id(part)]).astype(v.aval.dtype)
+            values[v] = sender.placed(y.reshape(v.aval.shape), *of_leaf(part)).astype(v.aval.dtype)
 
 
 class _Sender(NamedTuple):
@@ -177,11 +178,12 @@ class _Sender(NamedTuple):
     mesh: Any
     names: tuple[str, ...]  # the axes over which matrices are dealt out
     dtype: Any  # the dtype in which they are sent, or None
+    specs: list[PartitionSpec | None]  # how gradients are divided, where types say it
 
     @classmethod
-    def of(cls, names: Sequence[str] | None, dtype: Any) -> "_Sender":
+    def of(cls, names: Sequence[str] | None, dtype: Any, specs: list[PartitionSpec | None]) -> "_Sender":
         mesh = jax.sharding.get_abstract_mesh()
-        return cls(mesh, () if mesh.empty else tuple(mesh.axis_names if names is None else names), dtype)
+        return cls(mesh, () if mesh.empty else tuple(mesh.axis_names if names is None else names), dtype, specs)
 
     @property
     def devices(self) -> int:
@@ -189,17 +191,22 @@ class _Sender(NamedTuple):
 
     def narrowed(self, x: jax.Array) -> jax.Array:
         """Round an array once, for the way."""
-        return x.astype(self.dtype) if self.dtype is not None and _trees.is_floating(x) else x
+        is_wider = self.dtype is not None and _trees.is_floating(x) and x.dtype.itemsize > self.dtype.itemsize
+        return x.astype(self.dtype) if is_wider else x
 
-    def placed(self, x: jax.Array, like: jax.Array) -> jax.Array:
-        """Place an array as a gradient of its shape, wherever that lies: on automatic axes no type says it."""
+    def placed(self, x: jax.Array, leaf: int, like: jax.Array) -> jax.Array:
+        """Place an array as the gradient of its shape."""
         if x.shape != like.shape or self.devices == 1 or not isinstance(like, jax.Array):
             return x
-        return shard_alike(like, x)[1] if isinstance(like, Tracer) else jax.device_put(x, like.sharding)
+        if (spec := self.specs[leaf]) is not None:
+            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return _placed_like(like, x) if isinstance(like, Tracer) else jax.device_put(x, like.sharding)
 
-    def there(self, x: jax.Array, like: jax.Array) -> jax.Array:
+    def there(self, x: jax.Array, leaf: int, like: jax.Array) -> jax.Array:
         """Round an array where it lies. Only numbers of a leaf: what a rule measures of a matrix may need more bits."""
-        return self.placed(self.narrowed(self.placed(x, like)), like) if x.shape == like.shape else x
+        if x.shape != like.shape:
+            return x
+        return self.placed(self.narrowed(self.placed(x, leaf, like)), leaf, like)
 
     def mapped(self, fun: Callable[..., Any], stacks: Iterable[list[jax.Array]]) -> list[Any]:
         """Map a function over the first axes of stacks; those that the devices do not divide become one."""
@@ -250,3 +257,19 @@ def _one_by_one(fun: Callable[..., Any], stacks: list[jax.Array]) -> list[jax.Ar
         return [lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(xs, ys, strict=True)]
 
     return lax.fori_loop(0, len(stacks[0]), step, stacks)
+
+
+def _placed_like(like: jax.Array, x: jax.Array) -> jax.Array:
+    """Return an array that lies where another one does: on automatic axes only XLA's partitioner knows where."""
+    from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+
+    def partition(mesh, operands, result):
+        where = operands[0].sharding
+        return mesh, lambda like, x: x, where, (where, where)
+
+    second = custom_partitioning(lambda like, x: x)
+    # The result has the axes of `like`; where `x` lies, which devices just computed, says nothing about either.
+    of_like, of_x = (ArrayMapping(*[f"{name}_{i}" for i in range(x.ndim)]) for name in ("like", "x"))
+    rule = SdyShardingRule((of_like, of_x), (of_like,))
+    second.def_partition(partition, sharding_rule=rule, decode_shardings=False)  # XLA may have some that JAX has not
+    return second(like, x)

@@ -208,7 +208,7 @@ RULES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cases(RULES, ["norm of a stack", "heads", "clipped after"]))
+@pytest.mark.parametrize("name", cases(RULES, ["norm of a stack", "heads"]))
 def test_every_rule_that_multiplies_matrices_computes_on_eight_devices_what_it_computes_alone(name):
     rule, params = RULES[name]
     alone = on_one_device(rule, params)
@@ -236,7 +236,7 @@ CHAINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cases(CHAINS, ["recipe", "8 bits inside", "scaled"]))
+@pytest.mark.parametrize("name", cases(CHAINS, ["recipe", "scaled"]))
 def test_it_goes_into_wrappers_and_around_states_in_few_bits(name):
     tx, dtype = CHAINS[name]
     params = jax.tree.map(lambda x: x.astype(dtype), INTEGERS)
