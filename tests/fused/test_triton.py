@@ -12,8 +12,8 @@ from jax import lax
 from mpx._fused import partition
 from mpx._fused.kernels import in_a_kernel
 from mpx._fused.partition import Partition
-from mpx._jaxprs import flatten
 from mpx._fused.tile import columns
+from mpx._jaxprs import flatten
 from mpx._primitives import PRIMITIVES
 from tests.helpers import on_an_absent_gpu
 
