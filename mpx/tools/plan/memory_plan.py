@@ -248,9 +248,9 @@ def _array_or_none(leaf: Any) -> Any:
 def _sent(parameters: Iterable[Entry], narrow: Iterable[Entry], policy: Policy | None, axis: str) -> tuple[int, int]:
     """Return the bytes that all-gathers of a step write and that its sums of gradients read, on one device.
 
-    With `zero1` these are the new parameters. Else they are the weights, gathered for the forward pass and again for
-    the backward pass, along every axis that shards them, in the narrower of their own and the compute dtype. Sums are
-    as `autocast` computes them.
+    With `zero1` these are the new parameters. Else they are the weights, which layers in checkpoints gather for either
+    pass, along every axis that shards them, in the narrower of their own and the compute dtype. Sums are as `autocast`
+    computes them.
     """
     gathered = summed = 0
     reduced = None if policy is None else policy.reduce_dtype

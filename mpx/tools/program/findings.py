@@ -27,8 +27,9 @@ _MANY = 0.1  # of all FLOPs: a program with so many narrow products is meant to 
 Type = tuple[tuple[int, ...], str]  # the shape and the dtype of an array
 Found = list[tuple[Kernel, int, str]]  # kernels, how many of their bytes are found fault with, and a dtype
 _GATHER_AGAIN = (
-    "Gather each weight in its layer (`jax.sharding.reshard`, `jax.lax.with_sharding_constraint`): `mpx.autocast` then "
-    "gathers it again for the backward pass. So does a `jax.checkpoint` around the gather and its product."
+    "Gather each weight in a checkpoint around its layer, which gathers it again for the backward pass: "
+    "`jax.checkpoint(layer)`, or `jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)`, which computes "
+    "no product twice."
 )
 
 
