@@ -1,8 +1,8 @@
 """Enter operations that hold programs under `autocast`: loops, branches, checkpoints, calls and shard maps.
 
-Each primitive has a `Handler` that plans it, says what it demands of its operands, and runs it. Values that 16 bits
-represent cross the border of a program in 16 bits where that costs no precision (`plan.travels_in`). Values that a loop
-carries or closes over stay float32, because their cotangents are added up over all iterations.
+Each primitive has a `Handler` that plans it, says what it demands of its operands, and runs it. Values cross the border
+of a program as `border.py` says. Those that a loop carries or closes over stay float32, because their cotangents are
+added up over all iterations.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step, Tag, travels_in
-from mpx._autocast.wide_gradients import with_derivative_of
+from mpx._autocast.border import AS_IT_IS, Crossing, crossing, packed, travels_in, unpacked
+from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step, Tag
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
 from mpx._primitives import PRIMITIVES, facts_of
 
@@ -82,8 +82,8 @@ def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Setting
     return step.eqn.primitive.bind(*consts, *leaves, **params)
 
 
-def _into_checkpoint(plan: CastPlan, settings: Settings) -> "list[Crossing]":
-    return [_crossing(tag, demand, settings) for tag, demand in zip(plan.in_tags, plan.demands, strict=True)]
+def _into_checkpoint(plan: CastPlan, settings: Settings) -> list[Crossing]:
+    return [crossing(tag, demand, settings) for tag, demand in zip(plan.in_tags, plan.demands, strict=True)]
 
 
 def _plan_shard_map(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
@@ -171,12 +171,12 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes over or carries, in its dtype.
     columns = zip(plan.in_tags, step.in_tags, plan.demands, open_jaxpr(plan.jaxpr).invars, strict=True)
     of_slices = [
-        (_crossing(tag, demand, settings, outside.gradient_in), v)
+        (crossing(tag, demand, settings, outside.gradient_in), v)
         for tag, outside, demand, v in _scan_parts(step.eqn, list(columns))[2]
     ]
     into = [crossing for crossing, _ in of_slices]
     handed_on = _handed_on(plan, settings)
-    inside = [_AS_IT_IS if handed_on.get(v, _AS_IT_IS).dtype == into.dtype else into for into, v in of_slices]
+    inside = [AS_IT_IS if handed_on.get(v, AS_IT_IS).dtype == into.dtype else into for into, v in of_slices]
     out_of = [Crossing(travels_in(tag, None, settings)) for tag in plan.out_tags[len(carry) :]]
 
     def body(carry, xs):
@@ -191,7 +191,7 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     return [*carry, *unpacked(ys, out_of)]
 
 
-def _handed_on(plan: CastPlan, settings: Settings) -> "dict[Any, Crossing]":
+def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, Crossing]:
     """Return the values whose only use is a checkpoint, and how they cross its border.
 
     The body of a scan hands a slice in 16 bits to the checkpoint unchanged. If it were widened and narrowed again, JAX
@@ -282,7 +282,7 @@ def _loop_plan(
         carry = after
 
 
-# ---- programs and values that travel
+# ---- programs and tags
 
 
 def _retraced(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[jex_core.Jaxpr, list[Any]]:
@@ -303,58 +303,6 @@ def _common(*tags: Tag) -> Tag:
         stored_in=first.stored_in if len({tag.stored_in for tag in tags}) == 1 else None,
         # `is_product` stays false: the contraction of one branch does not round the cotangent of the other's.
     )
-
-
-class Crossing(NamedTuple):
-    """How a value crosses the border of a program inside."""
-
-    dtype: np.dtype | None = None  # 16 bits; None for its own
-    gradient_in: np.dtype | None = None  # the dtype of a weight's gradient, if a carrier beside the weight gets it
-
-
-_AS_IT_IS = Crossing()
-
-
-class Carried(NamedTuple):
-    """A weight in 16 bits beside a carrier of its gradient: JAX gives a gradient its value's dtype."""
-
-    carrier: jax.Array  # zeros that nobody reads
-    weight: jax.Array
-
-
-def _crossing(tag: Tag, demand: Demand, settings: Settings, gradient_in: np.dtype | None = None) -> Crossing:
-    if tag.is_narrow_weight and settings.has_wide_gradients:
-        return Crossing(tag.representable_in, gradient_in or np.dtype(np.float32))
-    return Crossing(travels_in(tag, demand.rounded_to, settings))
-
-
-def packed(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
-    """Return values as they cross the border of a program."""
-    return [_packed(x, crossing) for x, crossing in zip(values, crossings, strict=True)]
-
-
-def unpacked(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
-    """Return values in float32 behind the border of a program."""
-    return [_unpacked(x, crossing) for x, crossing in zip(values, crossings, strict=True)]
-
-
-def _packed(x: Any, crossing: Crossing) -> Any:
-    if crossing.dtype is None or isinstance(x, Carried):
-        return x
-    if crossing.gradient_in is None:
-        return lax.convert_element_type(x, crossing.dtype)
-    carrier = with_derivative_of(x, lax.full_like(x, 0))
-    weight = lax.stop_gradient(lax.convert_element_type(x, crossing.dtype))
-    return Carried(lax.convert_element_type(carrier, crossing.gradient_in), weight)
-
-
-def _unpacked(x: Any, crossing: Crossing) -> Any:
-    if crossing.dtype is None:
-        return x
-    if not isinstance(x, Carried):
-        return lax.convert_element_type(x, np.float32)
-    carrier, weight = (lax.convert_element_type(part, np.float32) for part in x)
-    return with_derivative_of(carrier, weight)
 
 
 HANDLERS: dict[str, Handler] = {

@@ -131,17 +131,4 @@ def walk(steps: Iterable[Step], times: int = 1, outer: tuple[JaxprEqn, ...] = ()
             yield step, times, outer
 
 
-def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.dtype | None:
-    """Return the 16-bit dtype that a value has while it crosses the border of a program inside, or None for its own.
-
-    Nothing is lost on the way in. On the way back its cotangent, the float32 sum over all uses inside, is rounded once.
-    For weights and for copies of one value that is allowed only if the cotangent was rounded already. So the gradients
-    that a user gets lose nothing, and sums of cotangents are complete before they are rounded.
-    """
-    if tag.is_argument and settings.has_wide_gradients:
-        return None
-    is_allowed = rounded_to == tag.representable_in or not (tag.is_argument or tag.is_copied)
-    return tag.representable_in if is_allowed else None
-
-
 Run = Callable[[CastPlan, Sequence[Any]], list[Any]]  # runs a plan on values

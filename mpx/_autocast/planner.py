@@ -10,9 +10,10 @@ from jax.extend.core import JaxprEqn
 
 from mpx._autocast import contraction, fp8
 from mpx._autocast import precision as precisions
+from mpx._autocast.border import travels_in
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.demand import with_demands
-from mpx._autocast.plan import DECIDED, UNKNOWN, UNUSED, CastPlan, Demand, Settings, Step, Tag, travels_in
+from mpx._autocast.plan import DECIDED, UNKNOWN, UNUSED, CastPlan, Demand, Settings, Step, Tag
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES
 from mpx._jaxprs import count_uses, dtype_of, is_literal, open_jaxpr, propagate, with_results_read

@@ -17,8 +17,8 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
-from mpx._autocast.control_flow import Crossing, packed, unpacked
-from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step, travels_in, walk
+from mpx._autocast.border import Crossing, packed, travels_in, unpacked
+from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step, walk
 from mpx._jaxprs import count_uses, dtype_of, is_literal, open_jaxpr, part_of
 from mpx._primitives import facts_of
 
