@@ -30,6 +30,11 @@ def dtype_of(v: Any) -> Any:
     return getattr(v.aval, "dtype", np.dtype(np.void))
 
 
+def is_f32(v: Any) -> bool:
+    """Return whether an operand is a float32 array."""
+    return dtype_of(v) == np.float32
+
+
 def open_jaxpr(jaxpr: Any) -> jex_core.Jaxpr:
     """Return the open jaxpr of an open or closed one (jax 0.11 has one class for both)."""
     return getattr(jaxpr, "jaxpr", jaxpr)

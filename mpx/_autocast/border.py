@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from mpx._autocast.plan import Demand, Settings, Tag
+from mpx._autocast.plan import Demand, Settings
+from mpx._autocast.tags import Tag
 from mpx._autocast.wide_gradients import with_derivative_of
 
 

@@ -16,7 +16,8 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast.border import AS_IT_IS, Crossing, crossing, packed, travels_in, unpacked
-from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step, Tag
+from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step
+from mpx._autocast.tags import Tag, common
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
 from mpx._primitives import PRIMITIVES, facts_of
 
@@ -115,7 +116,7 @@ def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings
 def _plan_cond(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
     plans = tuple(plan(branch, tags[1:]) for branch in eqn.params["branches"])
     # Nobody knows which branch runs: of a result holds what holds in all of them.
-    return plans, tuple(_common(*column) for column in zip(*[inside.out_tags for inside in plans], strict=True))
+    return plans, tuple(common(*column) for column in zip(*[inside.out_tags for inside in plans], strict=True))
 
 
 def _demands_of_cond(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
@@ -276,7 +277,7 @@ def _loop_plan(
     # again with what holds for both. That is less each time, so this ends.
     while True:
         inside = plan(jaxpr, (*consts, *carry, *xs), results)
-        after = [_common(*pair) for pair in zip(carry, inside.out_tags[: len(carry)], strict=True)]
+        after = [common(*pair) for pair in zip(carry, inside.out_tags[: len(carry)], strict=True)]
         if after == carry:
             return inside, carry
         carry = after
@@ -290,19 +291,6 @@ def _retraced(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[je
     program = jax.make_jaxpr(function)(*operands)
     invars = [*program.jaxpr.constvars, *program.jaxpr.invars]
     return program.jaxpr.replace(constvars=[], invars=invars), list(program.consts)
-
-
-def _common(*tags: Tag) -> Tag:
-    """Return what is known about a value that is one of several."""
-    first = tags[0]
-    return Tag(
-        first.representable_in if len({tag.representable_in for tag in tags}) == 1 else None,
-        first.precision if len({tag.precision for tag in tags}) == 1 else None,
-        is_argument=any(tag.is_argument for tag in tags),
-        is_copied=any(tag.is_copied for tag in tags),
-        stored_in=first.stored_in if len({tag.stored_in for tag in tags}) == 1 else None,
-        # `is_product` stays false: the contraction of one branch does not round the cotangent of the other's.
-    )
 
 
 HANDLERS: dict[str, Handler] = {

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import Demand, Step
 from mpx._autocast.rules import DEFAULT_RULES
-from mpx._jaxprs import called_jaxpr, dtype_of, is_literal, open_jaxpr
+from mpx._autocast.tags import is_smaller
+from mpx._jaxprs import called_jaxpr, is_f32, is_literal, open_jaxpr
 from mpx._primitives import facts_of, is_call
 
 _UNKNOWN = Demand()
@@ -61,7 +61,7 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
     if step.action == "narrow" and narrowed_to is not None:
         demand = demand._replace(used_in=narrowed_to, rounded_to=narrowed_to)
         # An elementwise operation in 16 bits rounds the cotangents of a bias before they are added up, not after.
-        is_bias = lambda v: not facts.contraction and v.aval.shape != eqn.outvars[0].aval.shape
+        is_bias = lambda v: not facts.contraction and is_smaller(v, eqn.outvars[0])
         return [demand._replace(rounded_to=None) if is_bias(v) else demand for v in eqn.invars]
     if len(results) == 1:
         used_in = results[0].used_in if facts.moves in ("same", "moved", "received") else None
@@ -72,6 +72,4 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
 
 
 def _are_activated(eqn: JaxprEqn, results: list[Demand]) -> bool:
-    return any(
-        demand.is_activated and dtype_of(v) == np.float32 for v, demand in zip(eqn.outvars, results, strict=True)
-    )
+    return any(demand.is_activated and is_f32(v) for v, demand in zip(eqn.outvars, results, strict=True))

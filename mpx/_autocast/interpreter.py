@@ -18,6 +18,7 @@ from mpx._jaxprs import (
     closed_jaxpr,
     constants_of,
     dtype_of,
+    is_f32,
     is_literal,
     open_jaxpr,
     run_equations,
@@ -70,7 +71,7 @@ def _run_if_mapped(step: Step, operands: list[Any], run: Run, settings: Settings
 
 def _run_transfer(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:
     wants_wide = settings.has_wide_gradients and not step.in_tags[0].is_product
-    return [contraction.transferred(step.eqn, *operands, step.asked.dtype, wants_wide)]
+    return [contraction.transferred(step.eqn, operands[0], step.asked.dtype, wants_wide)]
 
 
 def _run_with_rounded_cotangent(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:
@@ -93,7 +94,7 @@ def _contracted(step: Step, settings: Settings) -> mapped.Narrow:
     """Return the function that runs a contraction in the compute dtype."""
     wants_wide = settings.has_wide_gradients and step.asked.is_narrow
     (wide_lhs, lhs), (wide_rhs, rhs) = (
-        (wants_wide and tag.is_argument and dtype_of(v) == np.float32, tag.in_memory or step.asked.dtype)
+        (wants_wide and tag.is_argument and is_f32(v), tag.in_memory or step.asked.dtype)
         for v, tag in zip(step.eqn.invars[:2], step.in_tags[:2], strict=True)
     )
     return lambda eqn, operands: contraction.run_narrowed(eqn, operands, step.asked, (wide_lhs, wide_rhs), (lhs, rhs))
@@ -101,7 +102,7 @@ def _contracted(step: Step, settings: Settings) -> mapped.Narrow:
 
 def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
     """Return an operand of an elementwise operation in the compute dtype."""
-    if dtype_of(v) != np.float32:
+    if not is_f32(v):
         return x
     result: Any = eqn.outvars[0].aval
     if facts_of(eqn).elementwise and np.ndim(x) and x.shape != result.shape:

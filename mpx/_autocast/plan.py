@@ -15,37 +15,13 @@ from jax.extend.core import JaxprEqn
 
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import Rule
+from mpx._autocast.tags import Tag
 from mpx._jaxprs import open_jaxpr
 from mpx._shardings import are_several_in_sight
 
 # In the name stack of operations that an autocast or `full_precision` inside has decided about. A string, because JAX
 # keeps nothing else of ours on an equation through `jit`, `grad`, `vmap` and loops.
 DECIDED = "mpx:autocast"
-
-
-class Tag(NamedTuple):
-    """Holds what is known about a value."""
-
-    representable_in: np.dtype | None = None  # a 16-bit dtype that has this float32 value
-    precision: ContractionPrecision | None = None  # what an override of the policy asks for in contractions with it
-    is_argument: bool = False  # whether it has elements of the function's arguments, whose gradients a user gets
-    is_copied: bool = False  # whether an element may occur twice, so that cotangents have yet to be added up
-    gradient_in: np.dtype | None = None  # the dtype that its gradient, of one use, may be rounded to once it is a sum
-    stored_in: np.dtype | None = None  # the 16-bit dtype of the argument that it is, perhaps with elements written over
-    is_product: bool = False  # whether it is a narrowed contraction's result: that contraction rounds its cotangent
-
-    @property
-    def in_memory(self) -> np.dtype | None:
-        """The dtype of the value in memory before the program runs; None if the program computes it."""
-        return self.representable_in or (np.dtype(np.float32) if self.is_argument else None)
-
-    @property
-    def is_narrow_weight(self) -> bool:
-        """Return whether it has elements of an argument that is stored in 16 bits."""
-        return self.is_argument and self.representable_in is not None
-
-
-UNKNOWN = Tag()
 
 
 class Demand(NamedTuple):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
@@ -13,10 +12,11 @@ from mpx._autocast import precision as precisions
 from mpx._autocast.border import travels_in
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.demand import with_demands
-from mpx._autocast.plan import DECIDED, UNKNOWN, UNUSED, CastPlan, Demand, Settings, Step, Tag
+from mpx._autocast.plan import DECIDED, UNUSED, CastPlan, Demand, Settings, Step
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES
-from mpx._jaxprs import count_uses, dtype_of, is_literal, open_jaxpr, propagate, with_results_read
+from mpx._autocast.tags import UNKNOWN, Tag, followed, is_smaller, tag_of_elements
+from mpx._jaxprs import count_uses, is_f32, is_literal, open_jaxpr, propagate, with_results_read
 from mpx._primitives import facts_of
 
 
@@ -25,6 +25,7 @@ class Planner:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._constants_in = settings.precision.dtype if settings.precision.is_narrow else None
         self._plans: dict[tuple[int, tuple[Tag, ...], tuple[bool, ...]], CastPlan] = {}
 
     def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None) -> CastPlan:
@@ -72,15 +73,15 @@ class Planner:
         rule = self.settings.rules.get(name, "keep")
         is_decided = DECIDED in str(eqn.source_info.name_stack)
         if rule == "follow":
-            followed = self._followed(eqn, tags)
+            results = followed(eqn, tags, self._constants_in)
             if transfer_in is not None:
-                narrow = followed[0]._replace(representable_in=transfer_in)
+                narrow = results[0]._replace(representable_in=transfer_in)
                 return Step(eqn, "transfer", precisions.precision_of_dtype(transfer_in), tags, (narrow,))
             # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
-            dtype = travels_in(followed[0], None, self.settings) if name == "name" and not is_decided else None
+            dtype = travels_in(results[0], None, self.settings) if name == "name" and not is_decided else None
             if dtype is not None:
-                return Step(eqn, "narrow", precisions.precision_of_dtype(dtype), tags, followed)
-            return Step(eqn, "keep", None, tags, followed)
+                return Step(eqn, "narrow", precisions.precision_of_dtype(dtype), tags, results)
+            return Step(eqn, "keep", None, tags, results)
         if is_decided:
             return _kept(eqn, tags, "decided by an autocast or full_precision inside")
         if rule == "enter":
@@ -99,7 +100,7 @@ class Planner:
     def _entered(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         """Plan an operation that holds programs. Its literal operands may be representable."""
         tags = tuple(
-            self._common_tag(eqn, [(v, tag)], v) if is_literal(v) else tag
+            tag_of_elements(eqn, [(v, tag)], v, self._constants_in) if is_literal(v) else tag
             for v, tag in zip(eqn.invars, tags, strict=True)
         )
         plans, out_tags = HANDLERS[eqn.primitive.name].plan(eqn, tags, self.plan)
@@ -126,54 +127,8 @@ class Planner:
         elif asked and self.settings.precision.fp8 is not None:
             why_16_bits = f"an override of the policy asks for {precision.name}"
         narrow = Tag(precision.dtype, is_product=is_product) if precision.is_narrow else UNKNOWN
-        out_tags = tuple(narrow if _is_f32(v) else UNKNOWN for v in eqn.outvars)
+        out_tags = tuple(narrow if is_f32(v) else UNKNOWN for v in eqn.outvars)
         return Step(eqn, "narrow", precision, tags, out_tags, reason=why_16_bits)
-
-    def _followed(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> tuple[Tag, ...]:
-        """Return the tags of results whose elements are elements of the operands."""
-        if any(jex_core.jaxprs_in_params(eqn.params)):  # a scatter that applies a function
-            return (UNKNOWN,) * len(eqn.outvars)
-        pairs = list(zip(eqn.invars, tags, strict=True))
-        if len(eqn.invars) == len(eqn.outvars) > 1:  # several arrays at once: each result has its operand
-            return tuple(self._common_tag(eqn, [pair], v) for pair, v in zip(pairs, eqn.outvars, strict=True))
-        return tuple(self._common_tag(eqn, pairs, v) for v in eqn.outvars)
-
-    def _common_tag(self, eqn: JaxprEqn, pairs: Sequence[tuple[Any, Tag]], result: Any) -> Tag:
-        floats = [(v, tag) for v, tag in pairs if jnp.issubdtype(dtype_of(v), jnp.floating)]
-        arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
-        asked = [tag.precision for _, tag in arrays if tag.precision is not None]
-        facts = facts_of(eqn)
-        is_broadcast = facts.elementwise and any(_is_smaller(v, result) for v, _ in arrays)
-        return Tag(
-            self._common_dtype(eqn, floats, result),
-            precisions.widest(asked) if asked else None,
-            is_argument=any(tag.is_argument for _, tag in arrays),
-            is_copied=is_broadcast or facts.copies_of_operand == "many" or any(tag.is_copied for _, tag in arrays),
-            stored_in=_stored_in(eqn, [tag for _, tag in pairs]) if _is_f32(result) else None,
-            is_product=facts.copies_of_operand == "one" and all(tag.is_product for _, tag in arrays),
-        )
-
-    def _common_dtype(self, eqn: JaxprEqn, floats: list[tuple[Any, Tag]], result: Any) -> np.dtype | None:
-        """Return the 16-bit dtype that has all elements of a result made of these operands' elements."""
-        dtypes = {_dtype_that_has(v, tag) for v, tag in floats if not is_literal(v)}
-        constants = [v.val for v, _ in floats if is_literal(v)]
-        if eqn.params.get("fill_value") is not None:
-            constants.append(eqn.params["fill_value"])
-        if eqn.primitive.name == "convert_element_type" and dtype_of(eqn.invars[0]) == np.bool_:
-            constants = [0.0, 1.0]
-        # Constants alone, as in `jnp.where(mask, 0.0, 1.0)`, take the dtype that contractions want.
-        if not dtypes and constants and self.settings.precision.is_narrow:
-            dtypes = {self.settings.precision.dtype}
-        dtype = dtypes.pop() if len(dtypes) == 1 and _is_f32(result) else None
-        return None if dtype is None or not all(_has(dtype, value) for value in constants) else dtype
-
-
-def _stored_in(eqn: JaxprEqn, tags: Sequence[Tag]) -> np.dtype | None:
-    """Return `Tag.stored_in` of a result: as in JAX, an array that elements are written to keeps its dtype."""
-    name = eqn.primitive.name
-    writes = name in ("convert_element_type", "dynamic_update_slice", "scatter", "select_n")
-    dtypes = {tag.stored_in for tag in (tags[1:] if name == "select_n" else tags[:1])}
-    return dtypes.pop() if (writes or facts_of(eqn).copies_of_operand == "one") and len(dtypes) == 1 else None
 
 
 def _narrow_transfers(steps: Sequence[Step], demands: Mapping[Any, Demand]) -> dict[int, np.dtype]:
@@ -191,7 +146,7 @@ def _is_wide_transfer(step: Step) -> bool:
     """Return whether a step moves a float32 value to other devices."""
     facts = facts_of(step.eqn)
     moves_one = facts.communicates and facts.moves in ("same", "received") and len(step.eqn.invars) == 1
-    return moves_one and step.action == "keep" and _is_f32(step.eqn.invars[0])
+    return moves_one and step.action == "keep" and is_f32(step.eqn.invars[0])
 
 
 def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:
@@ -202,7 +157,7 @@ def _why_elementwise_kept(eqn: JaxprEqn, precision: ContractionPrecision) -> str
     """Return why an operation other than a contraction cannot be narrowed, as a user's table asks; or None."""
     if not precision.is_narrow:
         return f"{precision.name} is for contractions"
-    if not any(_is_f32(v) for v in eqn.invars) or not all(_is_f32(v) for v in eqn.outvars):
+    if not any(is_f32(v) for v in eqn.invars) or not all(is_f32(v) for v in eqn.outvars):
         return "operands and results are not float32"
     return None
 
@@ -213,29 +168,8 @@ def _adds_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
     The contraction rounds the cotangent. XLA would write it in float32 too, to add up the bias's gradient.
     """
     result, pairs = eqn.outvars[0], list(zip(eqn.invars, tags, strict=True))
-    is_bias = lambda v, tag: not is_literal(v) and (tag.is_copied or _is_smaller(v, result))
+    is_bias = lambda v, tag: not is_literal(v) and (tag.is_copied or is_smaller(v, result))
     return any(
-        tag.is_product and not _is_smaller(v, result) and is_bias(*other)
+        tag.is_product and not is_smaller(v, result) and is_bias(*other)
         for (v, tag), other in zip(pairs, pairs[::-1], strict=True)
     )
-
-
-def _is_smaller(v: Any, result: Any) -> bool:
-    """Return whether an operand has fewer axes, or shorter ones, than a result."""
-    return v.aval.shape != result.aval.shape
-
-
-def _is_f32(v: Any) -> bool:
-    return dtype_of(v) == np.float32
-
-
-def _dtype_that_has(v: Any, tag: Tag) -> np.dtype | None:
-    """Return the 16-bit dtype of an operand, or the one that represents its float32 values."""
-    return np.dtype(dtype_of(v)) if dtype_of(v).itemsize == 2 else tag.representable_in
-
-
-def _has(dtype: np.dtype, value: Any) -> bool:
-    """Return whether a 16-bit dtype has a value. All of them have NaN."""
-    value = np.float32(value)
-    with np.errstate(over="ignore"):
-        return bool(np.isnan(value)) or bool(np.float32(value.astype(dtype)) == value)

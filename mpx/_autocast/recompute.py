@@ -19,7 +19,7 @@ from jax.extend import source_info_util
 
 from mpx._autocast.border import Crossing, packed, travels_in, unpacked
 from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step, walk
-from mpx._jaxprs import count_uses, dtype_of, is_literal, open_jaxpr, part_of
+from mpx._jaxprs import count_uses, is_f32, is_literal, open_jaxpr, part_of
 from mpx._primitives import facts_of
 
 
@@ -106,7 +106,7 @@ def _activation(
     tag_of = {v: tag for v, tag in pairs if not is_literal(v)}
     in_tags = tuple(tag_of[v] for v in part.invars)
     uses_inside = count_uses(part)  # and the result has one use, `user`
-    is_wide = lambda v: dtype_of(v) == np.float32 and _extent(v) >= _extent(result)
+    is_wide = lambda v: is_f32(v) and _extent(v) >= _extent(result)
     has_other_uses = any(uses_inside[v] < uses[v] for eqn in eqns for v in eqn.outvars)
     out_tag = dict(zip(eqns[-1].outvars, members[-1].out_tags, strict=True))[result]
     # The product would give a weight among its elements, such as a token of a mask, a float32 cotangent.
@@ -114,7 +114,7 @@ def _activation(
     keeps_float32 = any(
         is_wide(v) and travels_in(tag, None, settings) is None for v, tag in zip(part.invars, in_tags, strict=True)
     )
-    if has_other_uses or rounds_a_gradient or keeps_float32 or dtype_of(result) != np.float32:
+    if has_other_uses or rounds_a_gradient or keeps_float32 or not is_f32(result):
         return None
     plan = Activation(part, tuple(members), in_tags, (out_tag,), (Demand(),) * len(in_tags))
     plan = _ACTIVATIONS.setdefault((user.precision, settings.has_wide_gradients, _without_names(plan)), plan)

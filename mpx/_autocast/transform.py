@@ -19,9 +19,10 @@ from mpx import _errors, _trees
 from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import DECIDED, CastPlan, Settings, Step, Tag, walk
+from mpx._autocast.plan import DECIDED, CastPlan, Settings, Step, walk
 from mpx._autocast.planner import Planner
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
+from mpx._autocast.tags import Tag
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import Fp8
 from mpx._jaxprs import called_jaxpr, constants_of, dtype_of, open_jaxpr

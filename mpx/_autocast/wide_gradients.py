@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from mpx._jaxprs import dtype_of, is_literal, propagate
+from mpx._jaxprs import is_f32, is_literal, propagate
 from mpx._primitives import facts_of
 
 
@@ -106,7 +106,7 @@ def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
     """Widen the operands of float32 sums, which changes no term: XLA on a CPU (jax 0.10, 0.11) cannot run them all."""
 
     def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
-        if dtype_of(eqn.outvars[0]) == np.float32:
+        if is_f32(eqn.outvars[0]):
             operands = [*(lax.convert_element_type(x, np.float32) for x in operands[:2]), *operands[2:]]
         return eqn.primitive.bind(*operands, **eqn.params)
 
