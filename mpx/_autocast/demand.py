@@ -58,7 +58,7 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
     moves = DEFAULT_RULES.get(eqn.primitive.name) == "follow"
     demand = Demand(is_activated=are_activated if moves else not is_sum)
     narrowed_to = step.precision.dtype if step.precision is not None and step.precision.is_narrow else None
-    if step.action == "narrow" and narrowed_to is not None:
+    if step.action == "narrow":
         demand = demand._replace(used_in=narrowed_to, rounded_to=narrowed_to)
         # An elementwise operation in 16 bits rounds the cotangents of a bias before they are added up, not after.
         is_bias = lambda v: not facts.contraction and is_smaller(v, eqn.outvars[0])
