@@ -187,6 +187,7 @@ def test_a_weight_is_sent_in_the_compute_dtype_and_its_gradient_in_the_dtype_of_
         (lambda w, x: (x @ w).sum() + (w**2).sum(), "float32"),
         (lambda w, x: (x @ (w * 2)).sum(), "float32"),
         (lambda w, x: (w, x @ w), "float32"),
+        (lambda w, x: jnp.ones(16) @ w, "float32"),
     ],
     ids=[
         "moved",
@@ -196,6 +197,7 @@ def test_a_weight_is_sent_in_the_compute_dtype_and_its_gradient_in_the_dtype_of_
         "also in a sum",
         "after a product of numbers",
         "also a result",
+        "in a product with a vector",
     ],
 )
 def test_only_what_is_used_in_products_alone_is_sent_in_fewer_bits(explicit_mesh, used, sent_in):
