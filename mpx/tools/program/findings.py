@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._dtypes import bytes_of
-from mpx._inspect.check_chain import GRADIENT, Value, followed
+from mpx._inspect.check_chain import GRADIENT, OLD, Value, followed
 from mpx.tools.program.dataflow import Uses, arrays_of, is_taken_in_parts, joined_in, narrowed_to
 from mpx.tools.program.kernels import Kernel, Program, dtype_of_product, products_in, totals
 from mpx.tools.program.memory import Array, Memory
@@ -137,7 +137,7 @@ def _worth_a_word(found: Found, what: str, remedy: str, least: float = 0) -> Ite
 
 def of_chain(program: Any) -> Iterator[Finding]:
     """Yield what a training step changes between `value_and_grad`, the chain of its optimizer and its parameters."""
-    _, received, landed = followed(program, [Value(is_old=True)] * len(program.in_avals))
+    _, received, landed = followed(program, [Value(OLD)] * len(program.in_avals))
     seen = [value for value in received if value.origin == GRADIENT] + landed
     for (origin, by), count in Counter((value.origin, value.changed_by) for value in seen if value.changed_by).items():
         if origin == GRADIENT:
