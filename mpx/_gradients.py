@@ -220,6 +220,7 @@ def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[jax.Arr
     scale = jnp.asarray(number, _trees.promoted(loss_dtype, np.float32))
     if loss_dtype != np.float16 or (isinstance(number, (int, float)) and number <= _LARGEST_F16_SEED):
         return scale, None
+    # A traced scale may be above the seed at a later step, so its rest is multiplied in even where it is 1.
     seed = jnp.minimum(scale, _LARGEST_F16_SEED)
     return seed, scale / seed
 
@@ -331,6 +332,7 @@ def _on_parameters(
         wide = jax.tree.leaves((args, kwargs))
         names = ["/".join(name.split("/")[1:]) for name in _trees.path_names((args, kwargs)).values()]
         narrow = list(map(parameter, wide, dtypes, names))
+        # In place: the caller has the list already.
         views[:] = [dtype and View(x, y, gradient_in) for dtype, x, y in zip(dtypes, narrow, wide, strict=True)]
         given = in_place.copy_with(args, kwargs, narrow)
         taken.update({id(view.narrow): view for view in views if view is not None})

@@ -280,6 +280,7 @@ class DynamicLossScale(LossScale):
             jnp.asarray(number, scale.dtype) for number in (self.factor, self.min_loss_scale, self.max_loss_scale)
         )
         grows = finite & (counter >= jnp.asarray(self.period, counter.dtype) - 1)
+        # A scale that begins above its maximum stays there: a good step never shrinks it.
         grown = jnp.minimum(scale * factor, jnp.maximum(scale, high))
         grown = jnp.where(jnp.isfinite(grown), grown, scale)  # a float16 scale, or no maximum
         shrunk = jnp.maximum(scale / factor, low)

@@ -225,6 +225,7 @@ def _may_run_kernels(interpret: bool) -> bool:
         return True
     if jax.default_backend() == "gpu":
         return _kernels_work()
+    # Without a GPU a step may be compiled for one that is elsewhere: `step_report(step, ..., target="h200")`.
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 

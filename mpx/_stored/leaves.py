@@ -68,6 +68,7 @@ def _is_typed(node: Any) -> bool:
 
 def _walk(here: StateLeaf) -> Iterator[StateLeaf]:
     node = here.leaf
+    # One level at a time: the node is opened, and its children and stored leaves are not.
     for key, child in jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node or is_stored(x)):
         if key:
             yield from _walk(_child(here, key, child))

@@ -101,6 +101,7 @@ class StoredLeaf:
     @jax.jit  # traced once for all equal leaves, each of which is one call in the program
     def decode(self) -> jax.Array:
         """Return the array in float32."""
+        # A format of a user may return 16 bits; the rule computes in float32 all the same.
         return placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
 
     @property
@@ -135,10 +136,12 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     Return a stored leaf. If there are no scales, and the codes are floating numbers in the array's shape, return the
     codes. What is kept is in boxes like the array's.
     """
+    # At the first leaf: at import it would load Flax for all who have it installed.
     _tell_flax()
     (array,), box = jax.tree.flatten(x)
     array = array.astype(np.float32)
     if not isinstance(format, Cast):
+        # A cast has a derivative. That of codes would be zero, and a learned rate would stand still.
         array = not_differentiable(array, _NO_DERIVATIVE.format(format))
     codes, scales = placed_by_xla(format.encode, array, key)
     boxed = lambda part: None if part is None else _boxed(part, box, array)

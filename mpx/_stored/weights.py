@@ -97,6 +97,7 @@ class WholeMaster(KeptWeight):
         return jnp.asarray(p, self.dtype)
 
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
+        # Saturating: the float16 parameter of the master 160,000 is 65,504, and belongs to it.
         wide = p.astype(kept.dtype)
         return (round_saturating(kept, p.dtype) == wide) | (jnp.isnan(kept) & jnp.isnan(wide))
 
@@ -140,6 +141,7 @@ class Compensation(KeptWeight):
     def store(self, weight: jax.Array, dtype: np.dtype, key: Any = None) -> Pair:
         weight = cast_nearest(weight, _F32)
         near = _nearest(weight, dtype)
+        # An infinite weight leaves no rest: inf - inf would be a NaN in the state.
         rest = jnp.where(jnp.isfinite(weight), weight - near, jnp.zeros_like(weight))
         return near.astype(dtype), cast_nearest(rest, self.dtype)
 
@@ -169,6 +171,7 @@ def _rounded_to_24_bits(x: jax.Array, key: jax.Array | None) -> jax.Array:
     """
     bits = x.view(np.uint32)
     magnitude, sign = bits & np.uint32(0x7FFF_FFFF), bits & np.uint32(0x8000_0000)
+    # Half of the 8 bits that go, and ties to even; or as many random bits.
     increment = 0x7F + ((magnitude >> 8) & 1) if key is None else noise_for(key, x) >> 24
     rounded = jnp.minimum((magnitude + increment) & np.uint32(0xFFFF_FF00), _LARGEST_OF_24_BITS)
     is_finite = magnitude < np.uint32(0x7F80_0000)
@@ -191,6 +194,7 @@ def _nearest(x: jax.Array, dtype: np.dtype) -> jax.Array:
     if dtype.itemsize >= x.dtype.itemsize:
         return x
     if x.dtype == np.float64 and dtype.itemsize == 2:
+        # By way of float32, so that ties can differ: 1 + 2**-8 + 2**-40 becomes 1, where 1 + 2**-7 is nearer.
         return round_saturating(round_saturating(x, _F32).astype(np.float32), dtype).astype(np.float64)
     return round_saturating(x, dtype)
 

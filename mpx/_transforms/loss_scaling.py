@@ -116,6 +116,7 @@ def loss_scaling(
         _errors.require_state(state, LossScalingState, "loss_scaling")
         _errors.require_state(state.scale_state, state_type, "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
+        # Under a scale of 1 nothing around this is wrong, so `check_chain` shall see no names.
         mark = lambda x, name=SCALED: x if start.is_always_one else checkpoint_name(x, name)
         updates = jax.tree.map(mark, updates)
         first_nonfinite = _first_nonfinite(updates, axis_name)
@@ -131,6 +132,7 @@ def loss_scaling(
             loss_scale=jnp.asarray(then.loss_scale, np.float32),
             scale_state=then.state(),
             skipped_steps=jnp.where(finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
+            # Of the scale before this step: a step that takes it to its minimum is not stuck yet.
             stuck_steps=jnp.where(finite | now.can_shrink, 0, optax.safe_increment(state.stuck_steps)),
             first_nonfinite=jnp.where(finite, state.first_nonfinite, first_nonfinite),
             inner_state=inner_state,
@@ -217,5 +219,6 @@ def _first_nonfinite(grads: Any, axis_name: Any) -> jax.Array:
     nowhere = np.int32(flags.size)
     first = jnp.where(flags, nowhere, np.arange(flags.size, dtype=np.int32)).min()
     if axis_name is not None:
+        # Else one device skips the step and another takes it, and their weights part.
         first = lax.pmin(first, axis_name)
     return jnp.where(first == nowhere, np.int32(-1), first)
