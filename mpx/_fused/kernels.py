@@ -41,7 +41,10 @@ def in_a_kernel(
     together = math.gcd(rows, max(1, TILE // part.width))
     vectors, places = _vectors(scalars)
     in_pairs = lambda v: v.aval.dtype.itemsize == 1 and rows * columns(v, part) > _COUNTED
-    stored = lambda v: (columns(v, part) // 2, np.dtype(np.uint16)) if in_pairs(v) else (columns(v, part), v.aval.dtype)
+
+    def stored(v):
+        """Return how many numbers a row has in memory, and their dtype."""
+        return (columns(v, part) // 2, np.dtype(np.uint16)) if in_pairs(v) else (columns(v, part), v.aval.dtype)
 
     def kernel(*refs):
         read, vectors, written = refs[: len(arrays)], refs[len(arrays) : -len(shapes)], refs[-len(shapes) :]

@@ -47,7 +47,10 @@ def require_types(opt_state: Any, caller: str) -> None:
     if callable(getattr(opt_state, "init", None)):
         raise TypeError(f"`{caller}` needs an optimizer state, but got a transformation; `init` makes its state.")
     kinds: list[Any] = [kind for kind, roles in ROLES.items() if _TYPED_ROLES & set(roles.values())]
-    is_untyped = lambda x: isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
+
+    def is_untyped(x):
+        return isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
+
     # In a state that has its types, dictionaries are the user's, who may call a parameter as a field is called.
     is_known = lambda x: is_untyped(x) or _is_typed(x)
     if any(is_untyped(part) for part in jax.tree.leaves(opt_state, is_leaf=is_known)):

@@ -166,10 +166,14 @@ def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, 
     """Return the names of the axes that codes or scales have in common with their array."""
     if len(part) != array.ndim or not isinstance(names, Iterable):
         return ()
-    # No mesh is known. A multiple of 64 can be divided by that many devices, or 32, 16, 8...
-    fits = lambda i: part[i] == array.shape[i] or part[i] % 64 == 0
-    if (sharding := explicit_sharding(array)) is not None:
-        fits = lambda i: names_at(part_sharding(sharding, array.shape, part).spec, i)
+    sharding = explicit_sharding(array)
+
+    def fits(i):
+        if sharding is not None:
+            return names_at(part_sharding(sharding, array.shape, part).spec, i)
+        # No mesh is known. A multiple of 64 can be divided by that many devices, or 32, 16, 8...
+        return part[i] == array.shape[i] or part[i] % 64 == 0
+
     return tuple(name if fits(i) else None for i, name in enumerate(names))
 
 
@@ -229,10 +233,16 @@ def _tell_flax() -> None:
     """Let `flax.serialization` take stored leaves, if Flax is installed: mpx does not depend on it."""
     if importlib.util.find_spec("flax") is not None:
         serialization = importlib.import_module("flax.serialization")
-        as_dict = lambda leaf: serialization.to_state_dict({"codes": leaf.codes, "scales": leaf.scales})
-        from_dict = lambda leaf, parts: dataclasses.replace(
-            leaf, **serialization.from_state_dict({"codes": leaf.codes, "scales": leaf.scales}, parts)
-        )
+
+        def parts_of(leaf):
+            return {"codes": leaf.codes, "scales": leaf.scales}
+
+        def as_dict(leaf):
+            return serialization.to_state_dict(parts_of(leaf))
+
+        def from_dict(leaf, parts):
+            return dataclasses.replace(leaf, **serialization.from_state_dict(parts_of(leaf), parts))
+
         serialization.register_serialization_state(StoredLeaf, as_dict, from_dict, override=True)
 
 

@@ -248,8 +248,13 @@ def _land(storage: KeptWeight | None, p: Any, kept: Any, update: Any, author: st
 def require_kept(kept: Any, params: Any, storage_for: StorageFor, caller: str) -> None:
     """Raise if `params` do not match what the state keeps for them."""
     stored, leaves = (_trees.leaves_by_path(tree, _trees.is_masked) for tree in (kept, params))
-    type_of = lambda x: None if _trees.is_masked(x) else (x.dtype, x.shape)
-    fit = lambda x, p: type_of(x) == ((storage := storage_for(p)) and (storage.dtype, p.shape))
+
+    def fit(x, p):
+        storage = storage_for(p)
+        if storage is None or _trees.is_masked(x):
+            return storage is None and _trees.is_masked(x)
+        return (x.dtype, x.shape) == (storage.dtype, p.shape)
+
     wrong = _errors.mismatches(stored, leaves, fit, "the state keeps")
     what = f"`{caller}`: the state was made for other parameters"
     remedy = (

@@ -116,13 +116,19 @@ def loss_scaling(
         _errors.require_state(state, LossScalingState, "loss_scaling")
         _errors.require_state(state.scale_state, state_type, "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
-        # Under a scale of 1 nothing around this is wrong, so `check_chain` shall see no names.
-        mark = lambda x, name=SCALED: x if start.is_always_one else checkpoint_name(x, name)
+
+        def mark(x, name=SCALED):
+            # Under a scale of 1 nothing around this is wrong, so `check_chain` shall see no names.
+            return x if start.is_always_one else checkpoint_name(x, name)
+
         updates = jax.tree.map(mark, updates)
         first_nonfinite = _first_nonfinite(updates, axis_name)
         finite = first_nonfinite < 0
         now = start.resume(state.loss_scale, state.scale_state)
-        unscaled = lambda tree: now.unscale(jax.tree.map(_trees.at_least_float32, tree))
+
+        def unscaled(tree):
+            return now.unscale(jax.tree.map(_trees.at_least_float32, tree))
+
         grads = unscaled(updates)
         if "grad" in extra_args:  # a line search gets the gradients twice
             extra_args["grad"] = unscaled(jax.tree.map(mark, extra_args["grad"]))
