@@ -64,11 +64,11 @@ class LossScale:
 
     def scale(self, tree: T) -> T:
         """Multiply the leaves, in float32 if they are narrower."""
-        return _multiply(tree, self.loss_scale)
+        return tree if self.is_always_one else _multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Divide the leaves, in float32 if they are narrower."""
-        return _multiply(tree, self.loss_scale, inverse=True)
+        return tree if self.is_always_one else _multiply(tree, self.loss_scale, inverse=True)
 
     def adjust(self, grads_finite: ArrayLike) -> "LossScale":
         """Return the value for the next step; `grads_finite` says whether all gradients of this one were finite."""
@@ -92,7 +92,7 @@ class LossScale:
 
     def resume(self, loss_scale: ArrayLike, state: Any) -> "LossScale":
         """Return a value with the settings of this one, and the scale and counters of a checkpoint."""
-        return dataclasses.replace(self, loss_scale=loss_scale)  # type: ignore[type-var]
+        return self if self.is_always_one else dataclasses.replace(self, loss_scale=loss_scale)  # type: ignore[type-var]
 
 
 _LEAVES = "_leaves"  # the names of the leaves, in a value that was unflattened: they are leaves whatever they hold now
@@ -136,19 +136,8 @@ class NoOpLossScale(LossScale):
     loss_scale = 1
     is_always_one = True
 
-    def scale(self, tree: T) -> T:
-        """Return `tree`."""
-        return tree
-
-    def unscale(self, tree: T) -> T:
-        """Return `tree`."""
-        return tree
-
     def state(self) -> NoOpLossScaleState:
         return NoOpLossScaleState()
-
-    def resume(self, loss_scale: ArrayLike, state: Any) -> "NoOpLossScale":
-        return self
 
 
 class StaticLossScaleState(NamedTuple):

@@ -101,12 +101,11 @@ class FusedUpdate:
     def _placed_by_xla(self, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Run under automatic axes: on explicit ones each view inside of a kernel would need a sharding."""
         arrays, put = _trees.partition_leaves(extra_args, _trees.is_array)
-        step = lambda given, arrays: self._step(given, put(arrays))
         plain = jax.eval_shape(lambda given: _as_it_stands(self.tx, given, extra_args), given)
         mesh = next(filter(None, map(explicit_sharding, jax.tree.leaves(given)))).mesh
         everywhere = NamedSharding(mesh, PartitionSpec())  # constants, such as settings of a loss scale, have none
         shardings = jax.tree.map(lambda x: x.sharding or everywhere, plain)
-        return in_auto(step, mesh, shardings)(given, arrays)
+        return in_auto(lambda given, arrays: self._step(given, put(arrays)), mesh, shardings)(given, arrays)
 
     def plan(self, params: Any, grads: Any = None, **extra_args: Any) -> "FusedPlan":
         """Return where each leaf is computed.

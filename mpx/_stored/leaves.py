@@ -52,8 +52,7 @@ def require_types(opt_state: Any, caller: str) -> None:
         return isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
 
     # In a state that has its types, dictionaries are the user's, who may call a parameter as a field is called.
-    is_known = lambda x: is_untyped(x) or _is_typed(x)
-    if any(is_untyped(part) for part in jax.tree.leaves(opt_state, is_leaf=is_known)):
+    if any(map(is_untyped, jax.tree.leaves(opt_state, is_leaf=lambda x: is_untyped(x) or _is_typed(x)))):
         raise TypeError(
             f"`{caller}`: the optimizer state was restored without its types: what was a NamedTuple is a dictionary. "
             "Restore it into `jax.eval_shape(tx.init, params)`."

@@ -150,8 +150,7 @@ def of_chain(program: Any) -> Iterator[Finding]:
 
 def of_donation(step: CompiledStep, names: Sequence[str]) -> Iterator[Finding]:
     """Yield arguments that come back and are not donated, and donated buffers that XLA copies."""
-    of_position = lambda argument: argument.position
-    arguments = {i: list(leaves) for i, leaves in itertools.groupby(step.arguments, of_position)}
+    arguments = {i: list(leaves) for i, leaves in itertools.groupby(step.arguments, lambda leaf: leaf.position)}
     free = Counter(step.results) - Counter(leaf.type for leaf in step.arguments if leaf.is_donated)
     for i, leaves in arguments.items():
         kept = [leaf for leaf in leaves if not leaf.is_donated]
@@ -263,8 +262,7 @@ def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
 def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
     """Yield optimizer states in 8 bits that devices gather."""
     size = lambda kernel: sum(n for dtype, n in kernel.sent_by_dtype.items() if dtype in ("s8", "u8", "u32"))
-    is_state = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
-    if any(map(is_state, step.arguments)):
+    if any(jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1 for x in step.arguments):
         yield from _worth_a_word(
             [(kernel, size(kernel), "") for _, kernel in _sent(step, "all-gather") if size(kernel)],
             "Devices gather an optimizer state in 8 bits, whose blocks reach over several of them",
