@@ -90,6 +90,7 @@ def value_and_grad(
     record = autocast_of(_without_jit(fun))
     if record is not None and record.needs_a_scale:
         _require_scale(loss_scale, "the function computes in float16")
+    # None asks for what JAX gives: the function's own parameters, and no view of them.
     record = None if grad_dtype is None else record
     is_as_computed = isinstance(grad_dtype, str) and grad_dtype == _AS_COMPUTED
     dtype = None if record is None else np.dtype(np.float32)  # None: each gradient keeps its argument's

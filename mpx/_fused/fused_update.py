@@ -205,6 +205,7 @@ def _traced(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, An
 def _in_place(program: jex_core.Jaxpr, partition: Partition, of_params: int, of_state: int) -> dict[Var, Var]:
     """Return what may be written over what: new parameters over old ones, and a new state over the old one."""
     inputs = program.invars
+    # In the order of the results: the new parameters, then the new state.
     old = inputs[len(inputs) - of_params :] + inputs[len(inputs) - of_params - of_state : len(inputs) - of_params]
     pairs = zip(old, map(partition.unplaced, program.outvars), strict=False)  # a state may change its structure
     type_of = lambda v: (v.aval.shape, v.aval.dtype)

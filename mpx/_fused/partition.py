@@ -117,10 +117,10 @@ class Partition:
         """Take an equation into account; return the values in it that go to other devices."""
         name, results = eqn.primitive.name, [v for v in eqn.outvars if size_of(v) > 1]
         if name == "optimization_barrier" or returns_its_operand(eqn):
-            # It may take arrays of several leaves, each of which it returns: seen through, they stay apart.
+            # A barrier may take and return arrays of several leaves. To look through it keeps these leaves apart.
             self._same.update(zip(eqn.outvars, eqn.invars, strict=True))
             return []
-        # Unlike behind a barrier, a device may have another part of the array now, so it counts as sent (below).
+        # Not looked through: a device may have another part of the array behind it, so it counts as sent (below).
         if is_placed := _is_placed(eqn):
             self._placed.update(zip(eqn.outvars, eqn.invars, strict=True))
         operands = [self.resolved(v) for v in eqn.invars if not is_literal(v)]

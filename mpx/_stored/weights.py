@@ -146,7 +146,7 @@ class Compensation(KeptWeight):
         return near.astype(dtype), cast_nearest(rest, self.dtype)
 
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
-        # Half of a parameter's own compensation never reaches the next number; half of another's may.
+        # A parameter's own compensation goes half the way to the next number at most, so half of it rounds away.
         wide = p.astype(np.float32)
         return (round_saturating(wide + 0.5 * kept.astype(np.float32), p.dtype) == wide) | ~jnp.isfinite(wide)
 
@@ -159,7 +159,7 @@ class Compensation(KeptWeight):
         # `applied_value`.
         landed = applied_value(p, update) if p.dtype == jnp.bfloat16 else new
         moved = jnp.where(landed == wide, np.float32(0), landed - wide)  # an infinite parameter stays: inf - inf is NaN
-        # The update has all of the derivative: the sum of parameter and compensation shall have it once.
+        # The update carries the whole derivative: with that of the rest the sum of both would have it twice.
         rest = round_saturating(lax.stop_gradient(y - moved), self.dtype)
         return update, rest.astype(self.dtype)
 

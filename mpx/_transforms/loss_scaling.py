@@ -143,6 +143,7 @@ def loss_scaling(
             first_nonfinite=jnp.where(finite, state.first_nonfinite, first_nonfinite),
             inner_state=inner_state,
         )
+        # A bare rule may return other dtypes than it was given, and no select takes both.
         new_state = keep_types(state, new_state)
         inner_state = select_tree(finite, new_state.inner_state, state.inner_state)
         updates = select_tree(finite, updates, jax.tree.map(_minus_zero, updates))
