@@ -123,6 +123,7 @@ def value_and_grad(
             current.warn(lambda: _program_of(call, viewed.args, viewed.kwargs))
         # `jax.grad` and others like it return the gradients in front.
         grads, (loss, aux) = (first, second) if isinstance(second, _Outcome) else (second, first[1])
+        # A view that no autocast function took: its gradient came through the parameter, in the dtype of that.
         rounded = [view.narrow for view in views if view is not None and not view.rounded_to]
         if any(_trees.is_floating(x) and x.dtype == np.float16 for x in [*rounded, *jax.tree.leaves(grads)]):
             _require_scale(loss_scale, "parameters are float16, and so are their gradients")

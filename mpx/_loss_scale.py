@@ -60,6 +60,7 @@ class LossScale:
 
     def __init_subclass__(cls) -> None:
         """Register the class as a pytree."""
+        # Before `dataclass` has given it fields: they are read when a value is flattened.
         jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, functools.partial(_unflatten, cls))
 
     def scale(self, tree: T) -> T:

@@ -146,7 +146,7 @@ def _load(state: Any, assignment: Assignment, boxed: Any) -> Any:
 
 def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: Rounding = "nearest") -> Any:
     """Encode the rule's state to keep it until the next step; with a key, round at random what is to be."""
-    keys = itertools.repeat(None) if key is None else iter(jax.random.split(key, max(len(assignment), 1)))
+    keys = itertools.repeat(None) if key is None else iter(jax.random.split(key, len(assignment)))
 
     numbers = itertools.count()
 

@@ -13,7 +13,7 @@ from mpx._chain import FinalUpdates, element
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
 from mpx._stored.weights import KeptWeight, LowBits, WholeMaster, fresh_tree, land_tree, require_kept, restore_tree
-from mpx._transforms.upcast import require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
+from mpx._transforms.upcast import require_no_rounding_inside, run_in_float32, upcast_tree
 
 Storage = Literal["full", "split", "split24"]
 _LOW_BITS = {"split": LowBits(np.dtype(np.uint16)), "split24": LowBits(np.dtype(np.uint8))}
@@ -114,6 +114,7 @@ def master_weights(
     def storage_for(p) -> KeptWeight | None:  # None: the parameter is its own master
         if not _trees.is_narrower(p, dtype):
             return None
+        # float16 has fewer exponents than float32, so its bits are no part of those of a master.
         if storage == "full" or p.dtype != jnp.bfloat16:
             return WholeMaster(dtype, updates_in_param_dtype)
         return storage if isinstance(storage, KeptWeight) else _LOW_BITS[storage]
@@ -122,15 +123,16 @@ def master_weights(
         _require_single_rounding(params, dtype)
         stored = fresh_tree(params, storage_for)
         inner_state = inner.init(upcast_tree(params, dtype))
+        # Asked here: the rule sees float32 parameters, so that what rounds inside of it has nothing to say.
         require_no_rounding_inside(inner_state, params, dtype, "master_weights")
-        return MasterWeightsState(stable_state(stored, params), inner_state, kept_key(key))
+        return MasterWeightsState(stored, inner_state, kept_key(key))
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)
         params = _errors.trained(params, updates)
         require_kept(state.master, params, storage_for, "master_weights")
         _errors.require_gradients(updates, params, "master_weights")
-        masters = upcast_tree(restore_tree(params, state.master, storage_for), np.dtype(np.float32))
+        masters = restore_tree(params, state.master, storage_for)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
         this_step, next_key = key_of_step(state.master_key, key)
         updates, stored = land_tree(params, state.master, updates, storage_for, "master_weights", this_step)

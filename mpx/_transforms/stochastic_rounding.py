@@ -65,7 +65,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
         this_step, next_key = key_of_step(state.key, key)
         leaves, treedef = jax.tree.flatten(_errors.trained(params, updates))
         # A key for each leaf: noise is a hash of key and number, so with one key equal leaves would be rounded alike.
-        keys = jax.random.split(this_step, max(len(leaves), 1))
+        keys = jax.random.split(this_step, len(leaves))
         new_updates = [
             _step(keys[i], p, u) for i, (p, u) in enumerate(zip(leaves, treedef.flatten_up_to(updates), strict=True))
         ]
