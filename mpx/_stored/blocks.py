@@ -106,6 +106,7 @@ def in_cached_parts(scales: jax.Array) -> jax.Array:
     decodes a moment once and writes it in float32: 8 bytes of temporaries a parameter.
     """
     parts = jnp.array_split(scales.reshape(-1), -(-scales.nbytes // _CACHED))
+    # The barrier guards: a compiler may take the joined parts of one array for the array. XLA of jax 0.10.2 does not.
     return jnp.concatenate(lax.optimization_barrier(parts)).reshape(scales.shape)
 
 
