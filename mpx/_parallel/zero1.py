@@ -93,7 +93,8 @@ def zero1(
             params = place(params, of_params)  # else XLA may shard what goes in, and gather it in the next step
             shards, grads = place(params, sharded), place(updates, sharded)
             updates, state = inner.update(grads, place(state, divided), shards, **extra_args)
-            # Placed before they are sent and after: else XLA may send what they are computed from, in float32.
+            # Placed before they are sent and after: else XLA sends what they are computed from, for CPUs in float32:
+            # 3.5 bytes a parameter to 8 devices, not 1.75.
             sent = place(place(jax.tree.map(_to_send, shards, updates), sharded), of_params)
             return jax.tree.map(_from_sent, params, sent), place(state, divided)
 
