@@ -269,6 +269,7 @@ class DynamicLossScale(LossScale):
         factor, low, high = (
             jnp.asarray(number, scale.dtype) for number in (self.factor, self.min_loss_scale, self.max_loss_scale)
         )
+        # `>=`: the counter of a checkpoint may be beyond this period, if its run had a longer one.
         grows = finite & (counter >= jnp.asarray(self.period, counter.dtype) - 1)
         # A scale that begins above its maximum stays there: a good step never shrinks it.
         grown = jnp.minimum(scale * factor, jnp.maximum(scale, high))

@@ -60,6 +60,7 @@ def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
     sharding = explicit_sharding(leaf)
     if sharding is None or sharding.is_fully_replicated:
         return format
+    # Else a block may reach over two devices, which gathers the leaf at each step.
     return format.for_shards(sharding.shard_shape(leaf.shape)[-1])
 
 

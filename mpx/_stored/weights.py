@@ -123,6 +123,7 @@ class LowBits(KeptWeight, keeps=(np.uint16, np.uint8)):
         weight = cast_nearest(weight, _F32)
         if self._left_out:
             weight = _rounded_to_24_bits(weight, key)
+        # No update brings an infinite parameter back, however finite its master.
         high, low_bits = formats.split_f32(weight, overflow="largest")
         return high, (low_bits >> self._left_out).astype(self.dtype)
 
