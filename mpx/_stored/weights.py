@@ -210,6 +210,7 @@ def fresh_tree(params: Any, storage_for: StorageFor) -> Any:
 
     def fresh(p):
         storage = storage_for(p)
+        # A placeholder for what is its own weight, so that the tree has the structure of the parameters.
         return optax.MaskedNode() if storage is None else storage.fresh(p)
 
     return jax.tree.map(fresh, params)
@@ -249,6 +250,7 @@ def _land(storage: KeptWeight | None, p: Any, kept: Any, update: Any, author: st
 
 def require_kept(kept: Any, params: Any, storage_for: StorageFor, caller: str) -> None:
     """Raise if `params` do not match what the state keeps for them."""
+    # Asked at every update: it reads shapes and dtypes only, which costs a compiled step nothing.
     stored, leaves = (_trees.leaves_by_path(tree, _trees.is_masked) for tree in (kept, params))
 
     def fit(x, p):
