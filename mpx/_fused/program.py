@@ -32,6 +32,7 @@ def flatten(jaxpr: jex_core.ClosedJaxpr) -> tuple[jex_core.Jaxpr, dict[jex_core.
             if is_call(eqn) and not _is_placed(eqn) and not returns_its_operand(eqn):
                 results = enter(called_jaxpr(eqn), operands)
             else:
+                # New ones: two calls of one function share a program, and so its variables.
                 results = [jex_core.Var(v.aval) for v in eqn.outvars]
                 equations.append(eqn.replace(invars=operands, outvars=results))
             known.update(zip(eqn.outvars, results, strict=True))

@@ -173,8 +173,7 @@ def memory_plan(
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     specs = parameter_specs(arrays, specs, on, along, "memory_plan")
     # Shapes without their shardings, since the plan has a mesh of its own.
-    unplaced = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    params = jax.tree.map(unplaced, jax.eval_shape(lambda tree: tree, arrays))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda tree: tree, arrays))
     policy = None if policy is None else as_policy(policy, "memory_plan")
     params = params if policy is None else policy.cast_to_param(params)
     trained, others = _trees.map_unzip(
