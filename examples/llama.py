@@ -140,12 +140,33 @@ def loss_fn(config: Config, params: dict[str, Any], tokens: jax.Array) -> jax.Ar
 
 
 # --- The step. ---
+def make_rule(rule: Literal["adamw", "muon"], learning_rate: float) -> optax.GradientTransformation:
+    """Return AdamW, or Muon on the matrices of the layers, each whole on one device, and AdamW on all else."""
+    if rule == "adamw":
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1))
+
+    def dimensions(params: Any) -> Any:  # of the stacks of matrices, (depth, inputs, outputs)
+        return jax.tree.map(lambda p: optax.contrib.MuonDimensionNumbers(-2, -1) if p.ndim == 3 else None, params)
+
+    return mpx.chain(
+        optax.clip_by_global_norm(1.0),
+        mpx.whole_matrices(products="f16", sent="bf16"),
+        optax.contrib.muon(
+            learning_rate, weight_decay=0.1, consistent_rms=0.2, muon_weight_dimension_numbers=dimensions
+        ),
+    )
+
+
 def make_step(
-    config: Config, recipe: str, *, learning_rate: float = 3e-4, grad_dtype: Any = "as_computed"
+    config: Config,
+    recipe: str,
+    *,
+    rule: Literal["adamw", "muon"] = "adamw",
+    learning_rate: float = 3e-4,
+    grad_dtype: Any = "as_computed",
 ) -> tuple[Callable[[jax.Array], tuple[Any, Any]], Callable[..., Any]]:
     """Return a function from a key to (params, opt_state), and the step of both and tokens, which donates them."""
-    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1))
-    tx = mpx.mixed_precision(rule, recipe, key=jax.random.key(1))
+    tx = mpx.mixed_precision(make_rule(rule, learning_rate), recipe, key=jax.random.key(1))
     loss = mpx.autocast(functools.partial(loss_fn, config), recipe)
 
     def start(key: jax.Array) -> tuple[Any, Any]:
@@ -185,9 +206,10 @@ def main(
     steps: Annotated[int, Option(min=1)] = 100,
     rows: Annotated[int, Option(help="Sequences of a batch, a multiple of the number of devices.")] = 16,
     length: Annotated[int, Option(help="Tokens of a sequence, an even number.")] = 128,
+    rule: Annotated[Literal["adamw", "muon"], Option(help="The optimizer.")] = "adamw",
 ) -> None:
     """Train a Llama on bytes, on all devices that there are."""
-    start, step = make_step(dataclasses.replace(CONFIGS[size], vocabulary=256), recipe, learning_rate=1e-3)
+    start, step = make_step(dataclasses.replace(CONFIGS[size], vocabulary=256), recipe, rule=rule, learning_rate=1e-3)
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):
         data.prepare(Path(folder) / "tokens")
         text = data.Rows(Path(folder) / "tokens", "training", length)

@@ -71,10 +71,15 @@ def checkpoint(
             raise ValueError(
                 f"`checkpoint`: among {len(args)} positional arguments, {argnums=} are no floating-point arrays."
             )
-        keep = lambda x: _kept.bind(x, format=kept) if is_encoded(x) else x
+
+        def keep(x):
+            return _kept.bind(x, format=kept) if is_encoded(x) else x
+
         return fun(*[jax.tree.map(keep, arg) if i in chosen else arg for i, arg in enumerate(args)], **kwargs)
 
-    keeps = lambda primitive, *types, **params: primitive is _kept or others(primitive, *types, **params)
+    def keeps(primitive, *types, **params):
+        return primitive is _kept or others(primitive, *types, **params)
+
     return jax.checkpoint(with_kept, policy=keeps, **options)
 
 
@@ -111,11 +116,15 @@ def _derivative(primals: Any, tangents: Any, format: StateFormat | None) -> tupl
     return _kept.bind(*primals, format=format), tangents[0]
 
 
+def _batched(operands: Any, at: Any, **params: Any) -> tuple[Any, int]:
+    return _kept.bind(jnp.moveaxis(operands[0], at[0], 0), **params), 0
+
+
 _kept = Primitive("kept_between_passes")  # `format` is None where it is encoded, to see who differentiates that
 _kept.def_impl(lambda x, **_: x)
 _kept.def_abstract_eval(lambda x, **_: x)
 ad.deflinear2(_kept, lambda cotangent, _, **__: [cotangent])
 ad.primitive_jvps[_kept] = _derivative
-batching.primitive_batchers[_kept] = lambda x, at, **params: (_kept.bind(jnp.moveaxis(x[0], at[0], 0), **params), 0)
+batching.primitive_batchers[_kept] = _batched
 mlir.register_lowering(_kept, lambda _, x, **__: [x])
 partial_eval.partial_eval_jaxpr_custom_rules[_kept] = _divided

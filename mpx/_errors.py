@@ -198,7 +198,10 @@ def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: boo
     got = {path: x for path, x in found.items() if not is_absent(x)}
     absent = found.keys() - got.keys()
     wanted = {path: p for path, p in _trees.leaves_by_path(params).items() if absent.isdisjoint(_leading(path))}
-    fit = lambda p, x: np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
+
+    def fit(p, x):
+        return np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
+
     wrong = mismatches(wanted, got, fit, "the parameter is")
     what = f"`{caller}`: gradients or updates do not match the parameters in structure or shape"
     remedy = "Give trees of one structure. Is a mean over examples missing?"

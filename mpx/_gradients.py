@@ -90,6 +90,7 @@ def value_and_grad(
     record = autocast_of(_without_jit(fun))
     if record is not None and record.needs_a_scale:
         _require_scale(loss_scale, "the function computes in float16")
+    # None asks for what JAX gives: the function's own parameters, and no view of them.
     record = None if grad_dtype is None else record
     is_as_computed = isinstance(grad_dtype, str) and grad_dtype == _AS_COMPUTED
     dtype = None if record is None else np.dtype(np.float32)  # None: each gradient keeps its argument's
@@ -122,6 +123,7 @@ def value_and_grad(
             current.warn(lambda: _program_of(call, viewed.args, viewed.kwargs))
         # `jax.grad` and others like it return the gradients in front.
         grads, (loss, aux) = (first, second) if isinstance(second, _Outcome) else (second, first[1])
+        # A view that no autocast function took: its gradient came through the parameter, in the dtype of that.
         rounded = [view.narrow for view in views if view is not None and not view.rounded_to]
         if any(_trees.is_floating(x) and x.dtype == np.float16 for x in [*rounded, *jax.tree.leaves(grads)]):
             _require_scale(loss_scale, "parameters are float16, and so are their gradients")
@@ -220,6 +222,7 @@ def _seed_and_rest(loss_scale: LossScale, loss_dtype: np.dtype) -> tuple[jax.Arr
     scale = jnp.asarray(number, _trees.promoted(loss_dtype, np.float32))
     if loss_dtype != np.float16 or (isinstance(number, (int, float)) and number <= _LARGEST_F16_SEED):
         return scale, None
+    # A traced scale may be above the seed at a later step, so its rest is multiplied in even where it is 1.
     seed = jnp.minimum(scale, _LARGEST_F16_SEED)
     return seed, scale / seed
 
@@ -331,6 +334,7 @@ def _on_parameters(
         wide = jax.tree.leaves((args, kwargs))
         names = ["/".join(name.split("/")[1:]) for name in _trees.path_names((args, kwargs)).values()]
         narrow = list(map(parameter, wide, dtypes, names))
+        # In place: the caller has the list already.
         views[:] = [dtype and View(x, y, gradient_in) for dtype, x, y in zip(dtypes, narrow, wide, strict=True)]
         given = in_place.copy_with(args, kwargs, narrow)
         taken.update({id(view.narrow): view for view in views if view is not None})

@@ -32,6 +32,11 @@ def dtype_of(v: Any) -> Any:
     return getattr(v.aval, "dtype", np.dtype(np.void))
 
 
+def is_f32(v: Any) -> bool:
+    """Return whether an operand is a float32 array."""
+    return dtype_of(v) == np.float32
+
+
 def open_jaxpr(jaxpr: Any) -> jex_core.Jaxpr:
     """Return the open jaxpr of an open or closed one (jax 0.11 has one class for both)."""
     return getattr(jaxpr, "jaxpr", jaxpr)
@@ -137,6 +142,7 @@ def flatten(
             if is_call(eqn) and not _is_placed(eqn) and not is_kept(eqn):
                 results = enter(called_jaxpr(eqn), operands)
             else:
+                # New ones: two calls of one function share a program, and so its variables.
                 results = [jex_core.Var(v.aval) for v in eqn.outvars]
                 equations.append(eqn.replace(invars=operands, outvars=results))
             known.update(zip(eqn.outvars, results, strict=True))

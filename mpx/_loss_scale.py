@@ -60,15 +60,16 @@ class LossScale:
 
     def __init_subclass__(cls) -> None:
         """Register the class as a pytree."""
+        # Before `dataclass` has given it fields: they are read when a value is flattened.
         jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, functools.partial(_unflatten, cls))
 
     def scale(self, tree: T) -> T:
         """Multiply the leaves, in float32 if they are narrower."""
-        return _multiply(tree, self.loss_scale)
+        return tree if self.is_always_one else _multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Divide the leaves, in float32 if they are narrower."""
-        return _multiply(tree, self.loss_scale, inverse=True)
+        return tree if self.is_always_one else _multiply(tree, self.loss_scale, inverse=True)
 
     def adjust(self, grads_finite: ArrayLike) -> "LossScale":
         """Return the value for the next step; `grads_finite` says whether all gradients of this one were finite."""
@@ -92,7 +93,7 @@ class LossScale:
 
     def resume(self, loss_scale: ArrayLike, state: Any) -> "LossScale":
         """Return a value with the settings of this one, and the scale and counters of a checkpoint."""
-        return dataclasses.replace(self, loss_scale=loss_scale)  # type: ignore[type-var]
+        return self if self.is_always_one else dataclasses.replace(self, loss_scale=loss_scale)  # type: ignore[type-var]
 
 
 _LEAVES = "_leaves"  # the names of the leaves, in a value that was unflattened: they are leaves whatever they hold now
@@ -136,19 +137,8 @@ class NoOpLossScale(LossScale):
     loss_scale = 1
     is_always_one = True
 
-    def scale(self, tree: T) -> T:
-        """Return `tree`."""
-        return tree
-
-    def unscale(self, tree: T) -> T:
-        """Return `tree`."""
-        return tree
-
     def state(self) -> NoOpLossScaleState:
         return NoOpLossScaleState()
-
-    def resume(self, loss_scale: ArrayLike, state: Any) -> "NoOpLossScale":
-        return self
 
 
 class StaticLossScaleState(NamedTuple):
@@ -279,7 +269,9 @@ class DynamicLossScale(LossScale):
         factor, low, high = (
             jnp.asarray(number, scale.dtype) for number in (self.factor, self.min_loss_scale, self.max_loss_scale)
         )
+        # `>=`: the counter of a checkpoint may be beyond this period, if its run had a longer one.
         grows = finite & (counter >= jnp.asarray(self.period, counter.dtype) - 1)
+        # A scale that begins above its maximum stays there: a good step never shrinks it.
         grown = jnp.minimum(scale * factor, jnp.maximum(scale, high))
         grown = jnp.where(jnp.isfinite(grown), grown, scale)  # a float16 scale, or no maximum
         shrunk = jnp.maximum(scale / factor, low)

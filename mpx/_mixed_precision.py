@@ -178,7 +178,7 @@ def _checked_at_init(
     tx: optax.GradientTransformationExtraArgs, policy: Policy
 ) -> optax.GradientTransformationExtraArgs:
     """Refuse parameters that nobody has cast, or that a wrapper around this has widened: masters would do nothing."""
-    narrow = lambda tree: any(_trees.is_narrower(leaf) for leaf in jax.tree.leaves(tree))
+    narrow = lambda tree: any(map(_trees.is_narrower, jax.tree.leaves(tree)))
 
     def init_fn(params):
         if narrow(policy.cast_to(np.dtype(policy.param_dtype), _trees.shapes_of(params))) and not narrow(params):

@@ -46,8 +46,7 @@ def as_in_auto(tree: Any) -> AbstractContextManager[Any]:
     now = jax.sharding.get_abstract_mesh()
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
     meshes = [sharding.mesh.abstract_mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    is_explicit = lambda mesh: AxisType.Explicit in mesh.axis_types
-    mesh = now if not now.empty else next(filter(is_explicit, meshes), now)
+    mesh = now if not now.empty else next((each for each in meshes if AxisType.Explicit in each.axis_types), now)
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
     return jax.sharding.use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto)))
 

@@ -98,8 +98,10 @@ def examine() -> Diagnosis:
 
 def _claims() -> Iterator[Check]:
     """Train a few weights with each kind of state, and round where a compiler may drop a rounding."""
-    wide = lambda x: np.asarray(x).astype(_F32)
-    compensated = lambda params, state: wide(params) + wide(state.compensation)
+
+    def compensated(params, state):
+        return np.asarray(params).astype(_F32) + np.asarray(state.compensation).astype(_F32)
+
     split = master_weights(optax.sgd(-1.0), storage="split")
     yield _check("Kahan compensations keep 1,000 updates", lambda: compensated(*_trained(kahan_summation())), _SUMS)
     yield _check("masters split in two keep 1,000 updates", lambda: master_params(*_trained(split)), _SUMS)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 COPIED = ("mpx", "tests", "examples", "conftest.py", "pyproject.toml")
 # The tests of the files of a folder: those at the same place under `tests` come first, then these.
 TESTS = {
-    "mpx/_autocast": ["tests/autocast", "tests/parallel/test_gathered_again.py", "tests/programs"],
+    "mpx/_autocast": ["tests/autocast", "tests/parallel/test_explicit_axes.py", "tests/programs"],
     "mpx/_stored": ["tests/stored", "tests/transforms", "tests/test_contract.py", "tests/walks"],
     "mpx/_transforms": ["tests/transforms", "tests/test_contract.py", "tests/test_mixed_precision.py"],
     "mpx/_inspect": ["tests/inspect", "tests/test_contract.py"],

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._autocast import fp8
 from mpx._autocast import wide_gradients as wide
-from mpx._autocast.gathered import array_of, is_sent
 from mpx._autocast.precision import ContractionPrecision
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
@@ -135,7 +134,7 @@ def asked_precision(eqn: JaxprEqn) -> Any:
 
 def run_narrowed(
     eqn: JaxprEqn,
-    operands: list[Any],  # a `Weight` among them is gathered again
+    operands: list[Any],
     precision: ContractionPrecision,
     wide_gradients: tuple[bool, bool],
     in_memory: tuple[np.dtype, np.dtype],
@@ -148,10 +147,8 @@ def run_narrowed(
     if precision.fp8 is not None:
         return fp8.run_in_8_bits(eqn, operands, precision.fp8, wide_gradients, in_memory)
     if precision.algorithm is not None:
-        operands = [array_of(x) for x in operands]
         return eqn.primitive.bind(*operands, **(eqn.params | {"precision": precision.algorithm}))
-
-    if any(wide_gradients) or any(map(is_sent, operands)):
+    if any(wide_gradients):
         return wide.contract(eqn, operands, precision.dtype, wide_gradients)
     # Each use rounds its own copy. A shared copy would add up the cotangents of its uses in 16 bits.
     lhs, rhs, *rest = operands

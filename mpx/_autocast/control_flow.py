@@ -1,13 +1,12 @@
 """Enter operations that hold programs under `autocast`: loops, branches, checkpoints, calls and shard maps.
 
-Each primitive has a `Handler` that plans and runs it. Values that 16 bits represent travel in 16 bits where that costs
-no precision (`plan.travels_in`). Values that a loop carries or closes over stay float32, because their cotangents are
+Each primitive has a `Handler` that plans it, says what it demands of its operands, and runs it. Values cross the border
+of a program as `border.py` says. Those that a loop carries or closes over stay float32, because their cotangents are
 added up over all iterations.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,31 +15,38 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._autocast.gathered import Source, Weight, array_of, is_sent
-from mpx._autocast.plan import CastPlan, Handler, Planner, Run, Settings, Step, Tag, travels_in
-from mpx._autocast.wide_gradients import with_derivative_of
+from mpx._autocast.border import AS_IT_IS, Crossing, crossing, packed, travels_in, unpacked
+from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step
+from mpx._autocast.tags import Tag, common
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
 from mpx._primitives import PRIMITIVES, facts_of
+
+Plan = Callable[..., CastPlan]  # from a program, the tags of its inputs, and the variables of its results around it
+Plans = tuple[CastPlan, ...]
+Tags = tuple[Tag, ...]
+
+
+class Handler(NamedTuple):
+    """The functions for an operation that holds programs."""
+
+    # From the equation, its operands' tags, and what plans a program, to the plans inside and the results' tags.
+    plan: Callable[[JaxprEqn, Tags, Plan], tuple[Plans, Tags]]
+    # From the equation and the plans inside to what they demand of each operand.
+    demands: Callable[[JaxprEqn, Plans], Sequence[Demand]]
+    # From the step, its operands, the function that runs a plan on values, and the settings to the results.
+    run: Callable[[Step, list[Any], Run, Settings], Sequence[Any]]
+
 
 # ---- calls
 
 
-def _plan_call(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
-    plan = planner.plan(called_jaxpr(eqn), tags)
-    return (plan,), plan.out_tags
+def _plan_call(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
+    inside = plan(called_jaxpr(eqn), tags)
+    return (inside,), inside.out_tags
 
 
-def _plan_checkpoint(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
-    plan = planner.plan(eqn.params["jaxpr"], tags, eqn.outvars)
-    return (plan,), plan.out_tags
-
-
-def _plan_shard_map(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
-    return _plan_call(eqn, tuple(tag._replace(gradient_in=None) for tag in tags), planner)  # devices add them up
-
-
-def _call_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
-    return list(plans[0].rounded_to)
+def _demands_of_call(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
+    return plans[0].demands
 
 
 def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
@@ -52,25 +58,41 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
     ]
     if any(s is not None for side in shardings for s in side):
         call = jax.jit(call, in_shardings=shardings[0], out_shardings=shardings[1])
-        return call(*[array_of(x) for x in operands])
+        return call(*operands)
     with jax.named_scope(f"jit({params.get('name', step.eqn.primitive.name)})"):
         return call(*operands)
+
+
+def _plan_checkpoint(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
+    inside = plan(eqn.params["jaxpr"], tags, eqn.outvars)
+    return (inside,), inside.out_tags
 
 
 def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Bind the primitive itself: `jax.checkpoint` cannot say that its program is already a backward pass."""
     plan = step.plans[0]
-    dtypes = _unless_weights(operands, _travel_in(plan.in_tags, plan.rounded_to, settings))
-    carried = _carried_in(plan.in_tags, settings)
-    parts = _with_carriers(narrowed(operands, dtypes), carried)
+    crossings = _into_checkpoint(plan, settings)
+    parts = packed(operands, crossings)
     leaves, tree = jax.tree.flatten(parts)
-    inside = lambda *leaves: run(plan, widened(_without_carriers(tree.unflatten(leaves)), dtypes))
+    inside = lambda *leaves: run(plan, unpacked(tree.unflatten(leaves), crossings))
     program, consts = _retraced(inside, leaves)
     params, prevented = step.eqn.params | {"jaxpr": program}, step.eqn.params["prevent_cse"]
     if isinstance(prevented, tuple):  # one for each operand, which may be two arrays now
         of_parts = [is_prevented for is_prevented, x in zip(prevented, parts, strict=True) for _ in jax.tree.leaves(x)]
         params["prevent_cse"] = (*[False] * len(consts), *of_parts)
     return step.eqn.primitive.bind(*consts, *leaves, **params)
+
+
+def _into_checkpoint(plan: CastPlan, settings: Settings) -> list[Crossing]:
+    return [crossing(tag, demand, settings) for tag, demand in zip(plan.in_tags, plan.demands, strict=True)]
+
+
+def _plan_shard_map(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
+    return _plan_call(eqn, tuple(tag._replace(gradient_in=None) for tag in tags), plan)  # devices add them up
+
+
+def _demands_of_shard_map(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
+    return [demand._replace(rounded_to=None) for demand in plans[0].demands]
 
 
 def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
@@ -85,29 +107,39 @@ def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
         **options,
-    )(*[array_of(x) for x in operands])
+    )(*operands)
 
 
 # ---- branches
 
 
-def _plan_cond(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
-    plans = tuple(planner.plan(branch, tags[1:]) for branch in eqn.params["branches"])
+def _plan_cond(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
+    plans = tuple(plan(branch, tags[1:]) for branch in eqn.params["branches"])
     # Nobody knows which branch runs: of a result holds what holds in all of them.
-    return plans, tuple(_common(*column) for column in zip(*[plan.out_tags for plan in plans], strict=True))
+    return plans, tuple(common(*column) for column in zip(*[inside.out_tags for inside in plans], strict=True))
 
 
-def _cond_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
-    columns = zip(*[plan.rounded_to for plan in plans], strict=True)
-    return [None, *[column[0] if len(set(column)) == 1 else None for column in columns]]
+def _demands_of_cond(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
+    """Return what all branches demand; of a value's use, what those do that use it."""
+    of_operands = [Demand()]
+    for column in zip(*[plan.demands for plan in plans], strict=True):
+        used_in = {demand.used_in for demand in column if demand.is_used}
+        rounded_to = {demand.rounded_to for demand in column}
+        of_operands.append(Demand(_only(used_in), _only(rounded_to)))
+    return of_operands
+
+
+def _only(found: set[Any]) -> Any:
+    return found.pop() if len(found) == 1 else None
 
 
 def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    index, *operands = [x._replace(unsent=None) if is_sent(x) else array_of(x) for x in operands]
-    dtypes = _travel_in(step.in_tags[1:], _cond_rounded_to(step.eqn, step.plans)[1:], settings)
-    dtypes = _unless_weights(operands, dtypes)
-    branches = [lambda *operands, plan=plan: tuple(run(plan, widened(operands, dtypes))) for plan in step.plans]
-    operands = narrowed(operands, dtypes)
+    index, *operands = operands
+    demands = _demands_of_cond(step.eqn, step.plans)[1:]
+    pairs = zip(step.in_tags[1:], demands, strict=True)
+    crossings = [Crossing(travels_in(tag, demand.rounded_to, settings)) for tag, demand in pairs]
+    branches = [lambda *parts, plan=plan: tuple(run(plan, unpacked(parts, crossings))) for plan in step.plans]
+    operands = packed(operands, crossings)
     platforms = step.eqn.params.get("branches_platforms")
     if platforms is not None:
         by_name = {
@@ -122,70 +154,56 @@ def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 # ---- loops
 
 
-def _plan_scan(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+def _plan_scan(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
     consts, carry, xs = _scan_parts(eqn, tags)
     results = [*open_jaxpr(eqn.params["jaxpr"]).outvars[: len(carry)], *eqn.outvars[len(carry) :]]
-    plan, carry = _loop_plan(eqn.params["jaxpr"], consts, carry, xs, planner, results)
-    return (plan,), (*carry, *plan.out_tags[len(carry) :])
+    inside, carry = _loop_plan(eqn.params["jaxpr"], consts, carry, xs, plan, results)
+    return (inside,), (*carry, *inside.out_tags[len(carry) :])
 
 
-def _scan_rounded_to(eqn: JaxprEqn, plans: tuple[CastPlan, ...]) -> list[np.dtype | None]:
-    consts, carry, xs = _scan_parts(eqn, plans[0].rounded_to)
-    return [*[None] * (len(consts) + len(carry)), *xs]
+def _demands_of_scan(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
+    consts, carry, xs = _scan_parts(eqn, plans[0].demands)
+    return [*[demand._replace(rounded_to=None) for demand in consts], *[Demand()] * len(carry), *xs]
 
 
 def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     params, plan = step.eqn.params, step.plans[0]
     consts, carry, xs = _scan_parts(step.eqn, operands)
-    consts, carry = ([array_of(x) for x in column] for column in (consts, carry))
-    unsent = [x.unsent if isinstance(x, Weight) else None for x in xs]
-    xs = [x if stack is None else stack.stack for x, stack in zip(xs, unsent, strict=True)]
-    xs = [array_of(x) if is_sent(x) else x for x in xs]
-    x_tags, x_rounded_to = (_scan_parts(step.eqn, column)[2] for column in (plan.in_tags, plan.rounded_to))
-    x_dtypes = _unless_weights(xs, _travel_in(x_tags, x_rounded_to, settings))
-    y_dtypes = [travels_in(tag, None, settings) for tag in plan.out_tags[len(carry) :]]
-
-    handed_on = _handed_on(plan, settings)
     # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes over or carries, in its dtype.
-    x_inputs = _scan_parts(step.eqn, open_jaxpr(plan.jaxpr).invars)[2]
-    widened_from = [
-        dtype if stack is not None or handed_on.get(v) != dtype else None
-        for v, dtype, stack in zip(x_inputs, x_dtypes, unsent, strict=True)
+    columns = zip(plan.in_tags, step.in_tags, plan.demands, open_jaxpr(plan.jaxpr).invars, strict=True)
+    of_slices = [
+        (crossing(tag, demand, settings, outside.gradient_in), v)
+        for tag, outside, demand, v in _scan_parts(step.eqn, list(columns))[2]
     ]
+    into = [crossing for crossing, _ in of_slices]
+    handed_on = _handed_on(plan, settings)
+    inside = [AS_IT_IS if handed_on.get(v, AS_IT_IS).dtype == into.dtype else into for into, v in of_slices]
+    out_of = [Crossing(travels_in(tag, None, settings)) for tag in plan.out_tags[len(carry) :]]
 
     def body(carry, xs):
-        xs = widened(_without_carriers(xs), widened_from)
-        xs = [x if stack is None else stack.sent(x) for x, stack in zip(xs, unsent, strict=True)]
-        results = run(plan, [*consts, *carry, *xs])
-        return results[: len(carry)], narrowed(results[len(carry) :], y_dtypes)
+        results = run(plan, [*consts, *carry, *unpacked(xs, inside)])
+        return results[: len(carry)], packed(results[len(carry) :], out_of)
 
     # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA could merge with the first pass.
     if _leaves_open_what_is_kept(plan.jaxpr):
         body = jax.checkpoint(body, policy=_is_kept, prevent_cse=False)
     options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
-    xs = _with_carriers(narrowed(xs, x_dtypes), _carried_in(x_tags, settings))
-    gradients_in = [tag.gradient_in for tag in _scan_parts(step.eqn, step.in_tags)[2]]
-    xs = [
-        x._replace(array=lax.convert_element_type(x.array, dtype)) if dtype and isinstance(x, Weight) else x
-        for x, dtype in zip(xs, gradients_in, strict=True)
-    ]
-    carry, ys = lax.scan(body, carry, xs, length=params["length"], **options)
-    return [*carry, *widened(ys, y_dtypes)]
+    carry, ys = lax.scan(body, carry, packed(xs, into), length=params["length"], **options)
+    return [*carry, *unpacked(ys, out_of)]
 
 
-def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, np.dtype | None]:
-    """Return the values whose only use is a checkpoint that takes them in 16 bits, with the dtype.
+def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, Crossing]:
+    """Return the values whose only use is a checkpoint, and how they cross its border.
 
-    The body of a scan hands a slice of that dtype to the checkpoint unchanged. If it were widened and narrowed again,
-    JAX would see a new value, and the checkpoint would keep it beside the array that the slice comes from.
+    The body of a scan hands a slice in 16 bits to the checkpoint unchanged. If it were widened and narrowed again, JAX
+    would see a new value, and the checkpoint would keep it beside the array that the slice comes from.
     """
     uses = count_uses(open_jaxpr(plan.jaxpr))
     found = {}
     for step in plan.steps:
         if step.eqn.primitive.name == "remat2" and step.action == "enter":
-            inside = step.plans[0]
-            dtypes = _travel_in(inside.in_tags, inside.rounded_to, settings)
-            found |= {v: dtype for v, dtype in zip(step.eqn.invars, dtypes, strict=True) if uses.get(v) == 1}
+            crossings = _into_checkpoint(step.plans[0], settings)
+            found |= {v: into for v, into in zip(step.eqn.invars, crossings, strict=True) if uses.get(v) == 1}
     return found
 
 
@@ -217,15 +235,19 @@ def _scan_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[
     return list(columns[:consts]), list(columns[consts : consts + carry]), list(columns[consts + carry :])
 
 
-def _plan_while(eqn: JaxprEqn, tags: tuple[Tag, ...], planner: Planner) -> tuple[Any, Any]:
+def _plan_while(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
     cond_consts, body_consts, carry = _while_parts(eqn, tags)
-    body, carry = _loop_plan(eqn.params["body_jaxpr"], body_consts, carry, [], planner)
-    return (planner.plan(eqn.params["cond_jaxpr"], (*cond_consts, *carry)), body), tuple(carry)
+    body, carry = _loop_plan(eqn.params["body_jaxpr"], body_consts, carry, [], plan)
+    return (plan(eqn.params["cond_jaxpr"], (*cond_consts, *carry)), body), tuple(carry)
+
+
+def _demands_of_while(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
+    return [Demand()] * len(eqn.invars)
 
 
 def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
     """Bind the primitive itself: `lax.while_loop` refuses the batched condition that a loop has under `vmap`."""
-    cond_consts, body_consts, carry = _while_parts(step.eqn, [array_of(x) for x in operands])
+    cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
     cond, new_consts = _retraced(lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry])
     cond_consts = [*new_consts, *cond_consts]
     body, new_consts = _retraced(lambda *operands: run(step.plans[1], operands), [*body_consts, *carry])
@@ -246,7 +268,7 @@ def _while_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list
 
 
 def _loop_plan(
-    jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], planner: Planner, results: Any = None
+    jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], plan: Plan, results: Any = None
 ) -> tuple[CastPlan, list[Tag]]:
     """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration."""
     consts, carry, xs = ([tag._replace(gradient_in=None) for tag in tags] for tags in (consts, carry, xs))
@@ -254,14 +276,14 @@ def _loop_plan(
     # A carry is what it was before the loop, and also what an iteration leaves. If these differ, the body is planned
     # again with what holds for both. That is less each time, so this ends.
     while True:
-        plan = planner.plan(jaxpr, (*consts, *carry, *xs), results)
-        after = [_common(*pair) for pair in zip(carry, plan.out_tags[: len(carry)], strict=True)]
+        inside = plan(jaxpr, (*consts, *carry, *xs), results)
+        after = [common(*pair) for pair in zip(carry, inside.out_tags[: len(carry)], strict=True)]
         if after == carry:
-            return plan, carry
+            return inside, carry
         carry = after
 
 
-# ---- programs and values that travel
+# ---- programs and tags
 
 
 def _retraced(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[jex_core.Jaxpr, list[Any]]:
@@ -271,73 +293,11 @@ def _retraced(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[je
     return program.jaxpr.replace(constvars=[], invars=invars), list(program.consts)
 
 
-def _common(*tags: Tag) -> Tag:
-    """Return what is known about a value that is one of several."""
-    first = tags[0]
-    return Tag(
-        first.representable_in if len({tag.representable_in for tag in tags}) == 1 else None,
-        first.precision if len({tag.precision for tag in tags}) == 1 else None,
-        is_argument=any(tag.is_argument for tag in tags),
-        is_copied=any(tag.is_copied for tag in tags),
-        stored_in=first.stored_in if len({tag.stored_in for tag in tags}) == 1 else None,
-        # `is_product` stays false: the contraction of one branch does not round the cotangent of the other's.
-    )
-
-
-def _travel_in(tags: Sequence[Tag], rounded_to: Sequence[np.dtype | None], settings: Settings) -> list[np.dtype | None]:
-    return [travels_in(tag, dtype, settings) for tag, dtype in zip(tags, rounded_to, strict=True)]
-
-
-def _unless_weights(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[np.dtype | None]:
-    """Return the dtypes of values; None for a weight, which travels as its source."""
-    return [None if isinstance(x, Weight) else dtype for x, dtype in zip(values, dtypes, strict=True)]
-
-
-def _carried_in(tags: Sequence[Tag], settings: Settings) -> list[np.dtype | None]:
-    """Return the 16-bit dtype of each value that travels beside a carrier of its gradient; None for others."""
-    return [tag.representable_in if tag.is_argument and settings.has_wide_gradients else None for tag in tags]
-
-
-def _with_carriers(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
-    """Return values, some of which travel in 16 bits beside a carrier of their gradient: zeros that nobody reads."""
-    return [
-        _with_carrier(value, dtype) if dtype is not None or isinstance(value, Weight) else value
-        for value, dtype in zip(values, dtypes, strict=True)
-    ]
-
-
-def _with_carrier(x: Any, dtype: np.dtype | None) -> Weight:
-    carrier = with_derivative_of(array_of(x), lax.full_like(array_of(x), 0))
-    source = x.source if isinstance(x, Weight) else Source(lax.stop_gradient(narrowed([x], [dtype])[0]))
-    return Weight(carrier, dataclasses.replace(source, like=None))
-
-
-def _without_carriers(values: Sequence[Any]) -> list[Any]:
-    return [_without_carrier(x) if isinstance(x, Weight) else x for x in values]
-
-
-def _without_carrier(x: Weight) -> Any:
-    weight = with_derivative_of(lax.convert_element_type(x.array, np.float32), x.source.again(x.source.part))
-    if x.source.is_sent:  # to a checkpoint, whose backward pass does so again
-        return weight
-    return Weight(weight, dataclasses.replace(x.source, like=lax.convert_element_type(weight, x.source.part.dtype)))
-
-
-def narrowed(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
-    """Return values in the dtypes they travel in; None leaves a value unchanged."""
-    pairs = zip(values, dtypes, strict=True)
-    return [value if dtype is None else lax.convert_element_type(value, dtype) for value, dtype in pairs]
-
-
-def widened(values: Sequence[Any], dtypes: Sequence[np.dtype | None]) -> list[Any]:
-    return narrowed(values, [None if dtype is None else np.dtype(np.float32) for dtype in dtypes])
-
-
 HANDLERS: dict[str, Handler] = {
-    **{name: Handler(_plan_call, _call_rounded_to, _run_jit) for name, f in PRIMITIVES.items() if f.runs == "call"},
-    "remat2": Handler(_plan_checkpoint, _call_rounded_to, _run_checkpoint),
-    "shard_map": Handler(_plan_shard_map, None, _run_shard_map),
-    "cond": Handler(_plan_cond, _cond_rounded_to, _run_cond),
-    "scan": Handler(_plan_scan, _scan_rounded_to, _run_scan),
-    "while": Handler(_plan_while, None, _run_while),
+    **{name: Handler(_plan_call, _demands_of_call, _run_jit) for name, f in PRIMITIVES.items() if f.runs == "call"},
+    "remat2": Handler(_plan_checkpoint, _demands_of_call, _run_checkpoint),
+    "shard_map": Handler(_plan_shard_map, _demands_of_shard_map, _run_shard_map),
+    "cond": Handler(_plan_cond, _demands_of_cond, _run_cond),
+    "scan": Handler(_plan_scan, _demands_of_scan, _run_scan),
+    "while": Handler(_plan_while, _demands_of_while, _run_while),
 }

@@ -17,7 +17,6 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpx._autocast.gathered import Source, array_of, is_sent
 from mpx._errors import not_differentiable
 from mpx._fp8 import FORMATS, RESULTS, Fp8, power_of_two, scale_exponents
 from mpx._shardings import entries_of, explicit_sharding, in_auto
@@ -66,7 +65,7 @@ class Codes(NamedTuple):
 
 def run_in_8_bits(
     eqn: JaxprEqn,
-    operands: Sequence[Any],
+    operands: Sequence[jax.Array],
     fp8: Fp8,
     wide: tuple[bool, bool],
     in_memory: tuple[np.dtype, np.dtype],
@@ -74,20 +73,18 @@ def run_in_8_bits(
     """Return the bfloat16 product of two float32 operands.
 
     `wide` says which operands get a float32 gradient. `in_memory` has the dtype that each operand has in memory, or is
-    written in. Of a weight that was sent, the part is kept instead of codes.
+    written in.
     """
-    sources = [x.source if is_sent(x) else None for x in operands]
-    arrays: list[jax.Array] = [array_of(x) for x in operands]
     (lhs_contracting, rhs_contracting), _ = eqn.params["dimension_numbers"]
     lhs_outer, rhs_outer = (
-        _others(x.ndim, axes) for x, axes in zip(arrays, (lhs_contracting, rhs_contracting), strict=True)
+        _others(x.ndim, axes) for x, axes in zip(operands, (lhs_contracting, rhs_contracting), strict=True)
     )
     from_lhs = range(len(lhs_outer))  # axes of the result
     from_rhs = range(len(lhs_outer), len(lhs_outer) + len(rhs_outer))
     forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
-    on_mesh = explicit_sharding(arrays[0]) or explicit_sharding(arrays[1])
+    on_mesh = explicit_sharding(operands[0]) or explicit_sharding(operands[1])
     result: Any = eqn.outvars[0].aval
-    specs = [entries_of(x.sharding.spec, x.ndim) for x in (*map(jax.typeof, arrays), result)]
+    specs = [entries_of(x.sharding.spec, x.ndim) for x in (*map(jax.typeof, operands), result)]
 
     def product(a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any = RESULTS) -> jax.Array:
         multiply = functools.partial(_product, contracted=contracted, dtype=dtype)
@@ -98,22 +95,17 @@ def run_in_8_bits(
     def coded(x: jax.Array, dtype: np.dtype) -> Codes:
         return _encoded(_written(x, dtype), forward)
 
-    def forward_pass(lhs: jax.Array, rhs: jax.Array, sources: Any) -> tuple[jax.Array, Any]:
+    def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
         left, right = (coded(x, dtype) for x, dtype in zip((lhs, rhs), in_memory, strict=True))
-        kept = [x if source is None else source for x, source in zip((left, right), sources, strict=True)]
         typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
-        return product(left, right, (lhs_contracting, rhs_contracting), specs[2]), (kept, typed)
+        return product(left, right, (lhs_contracting, rhs_contracting), specs[2]), (left, right, typed)
 
-    def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         # JAX would differentiate the roundings, with 8-bit cotangents that have no scale.
-        (kept, typed), cotangent = not_differentiable((residuals, cotangent), _NO_SECOND_DERIVATIVE)
+        (left, right, typed), cotangent = not_differentiable((residuals, cotangent), _NO_SECOND_DERIVATIVE)
         # XLA may fuse this maximum into the kernel that adds up columns for a bias's gradient.
         of_columns = lax.optimization_barrier(_largest(cotangent, range(cotangent.ndim - 1)))
         g = _encoded(Operand(_written(cotangent, RESULTS).numbers, of_columns), backward)
-        left, right = (
-            coded(x.weight_after(g.inverse_scale), dtype) if isinstance(x, Source) else x
-            for x, dtype in zip(kept, in_memory, strict=True)
-        )
         # Contracted axes come out in the order of the other operand.
         lhs_axes = (*lhs_outer, *_in_order_of(rhs_contracting, lhs_contracting))
         rhs_axes = (*_in_order_of(lhs_contracting, rhs_contracting), *rhs_outer)
@@ -124,11 +116,11 @@ def run_in_8_bits(
         of_rhs = product(left, g, (lhs_outer, from_lhs), rhs_spec, _wide(wide[1]))
         gradients = lax.transpose(of_lhs, _places(lhs_axes)), lax.transpose(of_rhs, _places(rhs_axes))
         for_lhs, for_rhs = (g.astype(like.dtype) for g, like in zip(gradients, typed, strict=True))
-        return for_lhs, for_rhs, None
+        return for_lhs, for_rhs
 
-    differentiable = jax.custom_vjp(lambda lhs, rhs, sources: forward_pass(lhs, rhs, sources)[0])
+    differentiable = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
     differentiable.defvjp(forward_pass, backward_pass)
-    return differentiable(arrays[0], arrays[1], sources)
+    return differentiable(*operands)
 
 
 def _written(x: jax.Array, dtype: np.dtype) -> Operand:

@@ -17,9 +17,9 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
-from mpx._autocast.control_flow import narrowed, widened
-from mpx._autocast.plan import CastPlan, Run, Settings, Step, travels_in, walk
-from mpx._jaxprs import count_uses, dtype_of, is_literal, open_jaxpr, part_of
+from mpx._autocast.border import Crossing, packed, travels_in, unpacked
+from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step, walk
+from mpx._jaxprs import count_uses, is_f32, is_literal, open_jaxpr, part_of
 from mpx._primitives import facts_of
 
 
@@ -106,7 +106,7 @@ def _activation(
     tag_of = {v: tag for v, tag in pairs if not is_literal(v)}
     in_tags = tuple(tag_of[v] for v in part.invars)
     uses_inside = count_uses(part)  # and the result has one use, `user`
-    is_wide = lambda v: dtype_of(v) == np.float32 and _extent(v) >= _extent(result)
+    is_wide = lambda v: is_f32(v) and _extent(v) >= _extent(result)
     has_other_uses = any(uses_inside[v] < uses[v] for eqn in eqns for v in eqn.outvars)
     out_tag = dict(zip(eqns[-1].outvars, members[-1].out_tags, strict=True))[result]
     # The product would give a weight among its elements, such as a token of a mask, a float32 cotangent.
@@ -114,10 +114,9 @@ def _activation(
     keeps_float32 = any(
         is_wide(v) and travels_in(tag, None, settings) is None for v, tag in zip(part.invars, in_tags, strict=True)
     )
-    if has_other_uses or rounds_a_gradient or keeps_float32 or dtype_of(result) != np.float32:
+    if has_other_uses or rounds_a_gradient or keeps_float32 or not is_f32(result):
         return None
-    nothing = (None,) * len(in_tags)
-    plan = Activation(part, tuple(members), in_tags, (out_tag,), nothing, nothing)
+    plan = Activation(part, tuple(members), in_tags, (out_tag,), (Demand(),) * len(in_tags))
     plan = _ACTIVATIONS.setdefault((user.precision, settings.has_wide_gradients, _without_names(plan)), plan)
     place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # those inside have theirs
     eqn = eqns[-1].replace(invars=[*part.invars], outvars=[result], source_info=place)
@@ -148,13 +147,13 @@ def run_activation(step: Step, operands: list[Any], run_plan: Run, settings: Set
     """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the products round it."""
     (plan,), precision = step.plans, step.precision
     assert precision is not None, "the product, or the constraint before it, has a precision"
-    dtypes = [travels_in(tag, None, settings) for tag in plan.in_tags]
+    crossings = [Crossing(travels_in(tag, None, settings)) for tag in plan.in_tags]
 
     def activation(*operands: Any) -> Any:
-        return lax.convert_element_type(run_plan(plan, widened(operands, dtypes))[0], precision.dtype)
+        return lax.convert_element_type(run_plan(plan, unpacked(operands, crossings))[0], precision.dtype)
 
     assert isinstance(plan, Activation), "the plan that `_activation` made"
     if not plan.checkpoints:
         plan.checkpoints.append(jax.checkpoint(activation))
-    result = plan.checkpoints[0](*narrowed(operands, dtypes))
+    result = plan.checkpoints[0](*packed(operands, crossings))
     return [lax.convert_element_type(result, np.float32)]

@@ -19,8 +19,10 @@ from mpx import _errors, _trees
 from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import DECIDED, CastPlan, Planner, Settings, Step, Tag, walk
+from mpx._autocast.plan import DECIDED, CastPlan, Settings, Step, walk
+from mpx._autocast.planner import Planner
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
+from mpx._autocast.tags import Tag
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import Fp8
 from mpx._jaxprs import called_jaxpr, constants_of, dtype_of, open_jaxpr
@@ -103,8 +105,9 @@ class Autocast:
             )
             for i in positions
         ]
-        plan = Planner(self.settings, HANDLERS).plan(jaxpr, tuple(tags))
-        by_position = dict(zip(positions, plan.rounded_to, strict=True)) if not self.settings.has_wide_gradients else {}
+        plan = Planner(self.settings).plan(jaxpr, tuple(tags))
+        rounded_to = [None if self.settings.has_wide_gradients else demand.rounded_to for demand in plan.demands]
+        by_position = dict(zip(positions, rounded_to, strict=True))
         for i, view in enumerate(views):
             if view is not None:
                 view.rounded_to.append(by_position.get(i))
@@ -175,7 +178,6 @@ def autocast(
     rules: Mapping[Any, Rule] = DEFAULT_RULES,
     checkpoint: str | Callable[..., Any] | None = None,
     reduce_dtype: DTypeLike | None = None,
-    gather_again: bool = True,
     loss_scale: NoOpLossScale | StaticLossScale | None = None,
 ) -> F:
     """Run a function in float32, with its contractions in a lower precision: `torch.autocast` for JAX.
@@ -215,8 +217,6 @@ def autocast(
             policy says, else float32 if the program may run on more than one device (`jax.set_mesh`, or
             `jax.device_count()`), and the compute dtype on one. It reaches weights that go into a contraction directly,
             reshaped or moved, not `w + lora`.
-        gather_again: whether a sharded weight that the function gathers for its products is gathered again for their
-            gradients, in the compute dtype, instead of kept whole. It takes less memory; False sends less.
         loss_scale: for a float16 function that somebody differentiates without `mpx.value_and_grad`, such as a
             trainer with a `jax.grad` of its own. `StaticLossScale(2.0**12)` scales inside of the function: cotangents
             are multiplied where they enter it, and divided in float32 where they leave, so that the trainer gets true
@@ -247,7 +247,7 @@ def autocast(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); the lists of `torch.amp`.
     """
-    record = make_autocast(fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale, gather_again=gather_again)
+    record = make_autocast(fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale)
     return Function(record)  # type: ignore[return-value]
 
 
@@ -258,8 +258,6 @@ def make_autocast(
     checkpoint: str | Callable[..., Any] | None,
     reduce_dtype: DTypeLike | None,
     loss_scale: NoOpLossScale | StaticLossScale | None = None,
-    *,
-    gather_again: bool = True,
 ) -> Autocast:
     """Check the arguments of `autocast`, and return the parts of an autocast function."""
     if not callable(fun):
@@ -271,7 +269,7 @@ def make_autocast(
     if reduce_dtype is None and policy is not None:
         reduce_dtype = policy.reduce_dtype
     reduced = _checked_reduce_dtype(reduce_dtype, precision)
-    settings = Settings(precision, _checked_rules(rules), reduced, gather_again)
+    settings = Settings(precision, _checked_rules(rules), reduced)
     if not (loss_scale is None or isinstance(loss_scale, (NoOpLossScale, StaticLossScale))):
         raise TypeError(
             "`autocast`: `loss_scale` must be `StaticLossScale(number)`, `NoOpLossScale()` or None, but got "

@@ -16,31 +16,27 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from mpx._autocast.gathered import Source, array_of, is_sent
-from mpx._jaxprs import dtype_of, is_literal, propagate
+from mpx._jaxprs import is_f32, is_literal, propagate
 from mpx._primitives import facts_of
 
 
 def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: tuple[bool, bool]) -> jax.Array:
-    """Run a contraction with its first two operands rounded to `dtype`; `wide` says which get float32 gradients.
-
-    An operand that other devices sent is not kept for the gradient of the other one, but gathered again.
-    """
+    """Run a contraction with its first two operands rounded to `dtype`; `wide` says which get float32 gradients."""
     params = eqn.params | {"preferred_element_type": dtype}
 
     def product(lhs: Any, rhs: Any, *rest: Any) -> Any:
-        narrow = [lax.convert_element_type(array_of(x), dtype) for x in (lhs, rhs)]
+        narrow = [lax.convert_element_type(x, dtype) for x in (lhs, rhs)]
         return eqn.primitive.bind(*narrow, *rest, **params)
 
     def with_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
         lhs, rhs, *rest = primals
         result = product(lhs, rhs, *rest)
-        kept = [x.source if is_sent(x) else lax.convert_element_type(x, dtype) for x in (lhs, rhs)]
+        kept = [lax.convert_element_type(x, dtype) for x in (lhs, rhs)]
         in_directions = (product, kept[1]), (lambda x, lhs, *rest: product(lhs, x, *rest), kept[0])
         parts = [
-            _in_direction(function, array_of(t), other, rest, is_wide)
+            (_derivative_of(function, is_wide=True) if is_wide else function)(t, other, *rest)
             for t, (function, other), is_wide in zip(tangents[:2], in_directions, wide, strict=True)
-            if not isinstance(array_of(t), SymbolicZero)
+            if not isinstance(t, SymbolicZero)
         ]
         return result, sum(parts[1:], parts[0])
 
@@ -49,22 +45,9 @@ def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: tuple[bo
     return differentiable(*operands)
 
 
-def _in_direction(function: Callable[..., Any], t: Any, other: Any, rest: list[Any], is_wide: bool) -> Any:
-    """Return the derivative of a product in the direction of one operand; `other` may be the source of the other."""
-    if isinstance(other, Source):
-        from_part = lambda t, part, *rest: function(t, other.again(part), *rest)
-        part = with_derivative_of(other.like, other.part)
-        return _derivative_of(from_part, is_wide, gathers=True)(t, part, *rest)
-    return (_derivative_of(function, is_wide=True) if is_wide else function)(t, other, *rest)
-
-
-def _derivative_of(function: Callable[..., Any], is_wide: bool, gathers: bool = False) -> Callable[..., Any]:
-    """Return a function that is linear in its first operand, as one that has a transpose of its own.
-
-    If `is_wide`, that adds up in float32. If it `gathers`, it does so when the cotangent is there, not before.
-    """
-    options = {"is_wide": is_wide, "gathers": gathers}
-    return lambda *operands: _derivative.bind(*operands, program=jax.make_jaxpr(function)(*operands), **options)
+def _derivative_of(function: Callable[..., Any], *, is_wide: bool) -> Callable[..., Any]:
+    """Return a function that is linear in its first operand, with a transpose that adds up in float32 if `is_wide`."""
+    return lambda *operands: _derivative.bind(*operands, program=jax.make_jaxpr(function)(*operands), is_wide=is_wide)
 
 
 def run_program(*operands: Any, program: ClosedJaxpr, **_: Any) -> Any:
@@ -72,29 +55,27 @@ def run_program(*operands: Any, program: ClosedJaxpr, **_: Any) -> Any:
     return jaxpr_as_fun(program)(*operands)[0]
 
 
-def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], program: ClosedJaxpr, **options: bool) -> Any:
+def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
     """Differentiate once more: in the direction of `x` alike, in that of the other operand as JAX does."""
     (x, other, *rest), (of_x, of_other, *_) = primals, tangents
-    parts = [] if type(of_x) is ad.Zero else [_derivative.bind(of_x, other, *rest, program=program, **options)]
+    parts = [] if type(of_x) is ad.Zero else [_derivative.bind(of_x, other, *rest, **params)]
     if type(of_other) is not ad.Zero:
-        along = lambda t, x, y, *rest: jax.jvp(lambda y: run_program(x, y, *rest, program=program), (y,), (t,))[1]
+        along = lambda t, x, y, *rest: jax.jvp(lambda y: run_program(x, y, *rest, **params), (y,), (t,))[1]
         parts.append(_derivative_of(along, is_wide=False)(of_other, x, other, *rest))
-    return _derivative.bind(*primals, program=program, **options), sum(parts[1:], parts[0])
+    return _derivative.bind(*primals, **params), sum(parts[1:], parts[0])
 
 
-def _batched(operands: list[Any], axes: list[int | None], program: ClosedJaxpr, **options: bool) -> tuple[Any, int]:
+def _batched(operands: list[Any], axes: list[int | None], program: ClosedJaxpr, is_wide: bool) -> tuple[Any, int]:
     """Batch as JAX batches the contraction itself, so that a weight without a batch gets one gradient."""
     batched = jax.vmap(lambda *operands: run_program(*operands, program=program), axes)
-    return _derivative_of(batched, **options)(*operands), 0
+    return _derivative_of(batched, is_wide=is_wide)(*operands), 0
 
 
-def _transposed(cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_wide: bool, gathers: bool) -> list[Any]:
+def _transposed(cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_wide: bool) -> list[Any]:
     """Run JAX's transpose of the program; if `is_wide`, with a float32 result of the contraction in it."""
     nothing = [None] * len(others)
     if type(cotangent) is ad.Zero:
         return [None, *nothing]
-    if gathers:  # or XLA would see that it has gathered this before, and keep that
-        cotangent, others = lax.optimization_barrier((cotangent, others))
     pull = jax.linear_transpose(lambda x: run_program(x, *others, program=program), x.aval)
     if not is_wide:
         return [*pull(cotangent), *nothing]
@@ -125,7 +106,7 @@ def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
     """Widen the operands of float32 sums, which changes no term: XLA on a CPU (jax 0.10, 0.11) cannot run them all."""
 
     def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
-        if dtype_of(eqn.outvars[0]) == np.float32:
+        if is_f32(eqn.outvars[0]):
             operands = [*(lax.convert_element_type(x, np.float32) for x in operands[:2]), *operands[2:]]
         return eqn.primitive.bind(*operands, **eqn.params)
 

@@ -101,12 +101,11 @@ class FusedUpdate:
     def _placed_by_xla(self, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Run under automatic axes: on explicit ones each view inside of a kernel would need a sharding."""
         arrays, put = _trees.partition_leaves(extra_args, _trees.is_array)
-        step = lambda given, arrays: self._step(given, put(arrays))
         plain = jax.eval_shape(lambda given: _as_it_stands(self.tx, given, extra_args), given)
         mesh = next(filter(None, map(explicit_sharding, jax.tree.leaves(given)))).mesh
         everywhere = NamedSharding(mesh, PartitionSpec())  # constants, such as settings of a loss scale, have none
         shardings = jax.tree.map(lambda x: x.sharding or everywhere, plain)
-        return in_auto(step, mesh, shardings)(given, arrays)
+        return in_auto(lambda given, arrays: self._step(given, put(arrays)), mesh, shardings)(given, arrays)
 
     def plan(self, params: Any, grads: Any = None, **extra_args: Any) -> "FusedPlan":
         """Return where each leaf is computed.
@@ -206,6 +205,7 @@ def _traced(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, An
 def _in_place(program: jex_core.Jaxpr, partition: Partition, of_params: int, of_state: int) -> dict[Var, Var]:
     """Return what may be written over what: new parameters over old ones, and a new state over the old one."""
     inputs = program.invars
+    # In the order of the results: the new parameters, then the new state.
     old = inputs[len(inputs) - of_params :] + inputs[len(inputs) - of_params - of_state : len(inputs) - of_params]
     pairs = zip(old, map(partition.unplaced, program.outvars), strict=False)  # a state may change its structure
     type_of = lambda v: (v.aval.shape, v.aval.dtype)
@@ -225,6 +225,7 @@ def _may_run_kernels(interpret: bool) -> bool:
         return True
     if jax.default_backend() == "gpu":
         return _kernels_work()
+    # Without a GPU a step may be compiled for one that is elsewhere: `step_report(step, ..., target="h200")`.
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 

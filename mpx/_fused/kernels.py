@@ -24,9 +24,9 @@ from mpx._stored.blocks import packed, unpacked
 
 Arrays = Sequence[jax.Array]
 
-_ELEMENTS_OF_A_WARP = 256
-# Pallas counts the elements of an array of 2**32 bytes or fewer in int32, which is too small for bytes: these are read
-# and written in pairs.
+_ELEMENTS_OF_A_WARP = 256  # 8 for each of its 32 threads
+# Up to 2**32 bytes Pallas counts elements in int32, and it would wrap around for more than 2**31 single bytes: those go
+# in pairs.
 _COUNTED = 2**31
 
 
@@ -38,10 +38,14 @@ def in_a_kernel(
     from jax.experimental.pallas import triton
 
     rows = arrays[0].shape[0]  # on this device
+    # A divisor of the rows: then no program of the kernel has fewer than others.
     together = math.gcd(rows, max(1, TILE // part.width))
     vectors, places = _vectors(scalars)
     in_pairs = lambda v: v.aval.dtype.itemsize == 1 and rows * columns(v, part) > _COUNTED
-    stored = lambda v: (columns(v, part) // 2, np.dtype(np.uint16)) if in_pairs(v) else (columns(v, part), v.aval.dtype)
+
+    def stored(v):
+        """Return how many numbers a row has in memory, and their dtype."""
+        return (columns(v, part) // 2, np.dtype(np.uint16)) if in_pairs(v) else (columns(v, part), v.aval.dtype)
 
     def kernel(*refs):
         read, vectors, written = refs[: len(arrays)], refs[len(arrays) : -len(shapes)], refs[-len(shapes) :]

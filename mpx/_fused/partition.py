@@ -117,10 +117,10 @@ class Partition:
         """Take an equation into account; return the values in it that go to other devices."""
         name, results = eqn.primitive.name, [v for v in eqn.outvars if size_of(v) > 1]
         if name == "optimization_barrier" or returns_its_operand(eqn):
-            # It may take arrays of several leaves, each of which it returns: seen through, they stay apart.
+            # A barrier may take and return arrays of several leaves. To look through it keeps these leaves apart.
             self._same.update(zip(eqn.outvars, eqn.invars, strict=True))
             return []
-        # Unlike behind a barrier, a device may have another part of the array now, so it counts as sent (below).
+        # Not looked through: a device may have another part of the array behind it, so it counts as sent (below).
         if is_placed := _is_placed(eqn):
             self._placed.update(zip(eqn.outvars, eqn.invars, strict=True))
         operands = [self.resolved(v) for v in eqn.invars if not is_literal(v)]
@@ -311,9 +311,14 @@ def signature(part: Part) -> Hashable:
     """Return a key that is equal for parts that one kernel can run, if their sizes are equal too."""
     names: dict[Var, int] = {}
     in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    name = lambda v: (str(v.val), v.aval.dtype) if is_literal(v) else names.setdefault(v, len(names))
-    varying = lambda v: str(v.aval.manual_axis_type) if in_shard_map else ""
-    type_of = lambda v: (name(v), part.size // size_of(v) if size_of(v) > 1 else 0, v.aval.dtype, varying(v))
+
+    def name(v):
+        return (str(v.val), v.aval.dtype) if is_literal(v) else names.setdefault(v, len(names))
+
+    def type_of(v):
+        block = part.size // size_of(v) if size_of(v) > 1 else 0
+        return name(v), block, v.aval.dtype, str(v.aval.manual_axis_type) if in_shard_map else ""
+
     inputs = [type_of(v) for v in (*part.arrays, *part.scalars)]
     equations = [
         (eqn.primitive.name, *map(name, eqn.invars), type_of(eqn.outvars[0]), _settings(eqn)) for eqn in part.equations

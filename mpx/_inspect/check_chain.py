@@ -1,6 +1,6 @@
 """`check_chain`: find what changes numbers of a chain that must arrive unchanged.
 
-The program of one update is traced, not run, and two kinds of values are followed through it by `propagate`:
+The program of one update is traced, not run, and values are followed through it; `TRANSFER` has a rule a primitive:
 
 - Updates that land on a number which a transformation has chosen (`landing_update`). On their way to the result they
   may be selected against zero (a skipped step), multiplied by a boolean (`MultiSteps`) or moved about. What the state
@@ -9,7 +9,7 @@ The program of one update is traced, not run, and two kinds of values are follow
 - Updates of `loss_scaling`. What is added to them changes weights in a skipped step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn
 from mpx import _errors, _trees
 from mpx._jaxprs import dtype_of, is_literal, propagate, propagate_inside
 from mpx._loss_scale import GRADIENTS
-from mpx._primitives import facts_of, holds_programs_run_once
+from mpx._primitives import PRIMITIVES, holds_programs_run_once
 from mpx._stored.leaves import StateLeaf, leaves_of
 from mpx._stored.roles import KEPT_OF_WEIGHTS, WRITES_BACK
 from mpx._stored.state_format import shown
@@ -84,7 +84,7 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
             "Give it the parameters or their shapes (for `optax.lookahead`: `optax.LookaheadParams`), and the other "
             f"arguments that `tx.update` needs. {type(errors[0]).__name__}: {errors[0]}"
         ) from errors[0]
-    inputs = [Value(GRADIENT)] * len(jax.tree.leaves(grads)) + [Value(is_old=True)] * len(jax.tree.leaves(state))
+    inputs = [Value(GRADIENT)] * len(jax.tree.leaves(grads)) + [Value(OLD)] * len(jax.tree.leaves(state))
     results, received, _ = followed(program, inputs)
     _require_linear_gradients(received)
     leaves = _trees.leaves_by_path(updates)
@@ -102,20 +102,27 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
 
 # ---- values on their way --------------------------------------------------------------------------------------------
 
-GRADIENT = "gradients"
+GRADIENT, OLD, ZERO = "gradients", "old", "zero"
 
 
 class Value(NamedTuple):
     """The history of a value."""
 
-    # `GRADIENT`, `SKIPPED`, or the transformation that made it a final update; empty for other values.
+    # `GRADIENT`, `SKIPPED`, or the transformation that made it a final update. Of other values: `OLD` if it is what the
+    # state held before the step, `ZERO` if it is zero everywhere, else empty.
     origin: str = ""
     changed_by: str = ""  # the first primitive, or transformation, that changed it where nothing may
-    is_zero: bool = False  # whether it is zero everywhere
     is_mask: bool = False  # whether it is a boolean, perhaps in a numeric dtype
-    is_old: bool = False  # whether it is what the state held before the step
     zeros: int = 0  # how often it was selected against zero
     olds: int = 0  # how often it was selected against what the state held
+
+    @property
+    def is_tracked(self) -> bool:
+        return self.origin not in ("", OLD, ZERO)
+
+    @property
+    def is_final(self) -> bool:
+        return self.is_tracked and self.origin not in (GRADIENT, SKIPPED)
 
 
 _OTHER = Value()
@@ -126,104 +133,129 @@ def followed(program: Any, inputs: list[Value]) -> tuple[list[Value], list[Value
     received, landed = list[Value](), list[Value]()
 
     def rule(eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
-        mark = eqn.params["name"] if eqn.primitive.name == "name" else ""
-        if mark == SCALED:
+        name = eqn.primitive.name
+        if name == "name" and eqn.params["name"] == SCALED:
             received.append(operands[0])
-            return [_OTHER if operands[0].origin == GRADIENT else operands[0]]
-        if mark == SKIPPED:
-            return [operands[0] if operands[0].origin else operands[0]._replace(origin=SKIPPED)]
-        if mark == GRADIENTS:
-            return [Value(GRADIENT)]
-        if mark.startswith(MARK):
-            return [_named(mark.removeprefix(MARK), operands[0])]
-        if eqn.primitive.name == "add" and any(value.is_old for value in operands):
-            landed.extend(value for value in operands if value.origin not in ("", GRADIENT, SKIPPED))
+        if name == "add" and any(value.origin == OLD for value in operands):
+            landed.extend(value for value in operands if value.is_final)
         if holds_programs_run_once(eqn):
-            columns = propagate_inside(eqn, operands, rule, constant)
-            return [_one_of(column, eqn.primitive.name) for column in columns]
-        return [_result(eqn, operands)] * len(eqn.outvars)
+            return [_one_of(eqn, column) for column in propagate_inside(eqn, operands, rule, constant)]
+        return [TRANSFER.get(name, _computed)(eqn, operands)] * len(eqn.outvars)
 
-    constant = lambda v: Value(is_zero=is_literal(v) and np.ndim(v.val) == 0 and v.val == 0)
+    constant = lambda v: Value(ZERO) if is_literal(v) and np.ndim(v.val) == 0 and v.val == 0 else _OTHER
     rest = [_OTHER] * (len(program.in_avals) - len(inputs))
     return propagate(program, inputs + rest, rule, constant), received, landed
 
 
-def _tracked(values: Sequence[Value]) -> list[Value]:
-    """Return the final updates among values, or else the gradients; one that is changed comes first."""
-    found = [value for value in values if value.origin]
-    final = [value for value in found if value.origin != GRADIENT]
-    return sorted(final or found, key=lambda value: not value.changed_by)
+# ---- rules: from the histories of operands to that of the results ---------------------------------------------------
 
 
-def _named(author: str, earlier: Value) -> Value:
-    """Return the history of an update after a transformation has left its name on it."""
-    if earlier.origin in ("", GRADIENT, SENT, SKIPPED):
-        return Value(author)
-    if author == SENT:  # `mpx.zero1` sends the number that it lands on, unless something was wrong before
-        return earlier if earlier.changed_by else Value(SENT)
-    return _changed(earlier, author)
-
-
-def _result(eqn: JaxprEqn, operands: list[Value]) -> Value:
-    """Return the history of an equation's results, from the histories of its operands."""
-    name, facts = eqn.primitive.name, facts_of(eqn)
-    if name == "select_n":
-        return _one_of(operands[1:], name, operands[0])
-    if name == "is_finite" or (name == "ne" and eqn.invars[0] is eqn.invars[1]):
-        return _OTHER  # whether a number is finite does not depend on a scale: `optax.zero_nans`, `apply_if_finite`
-    moves = facts.moves in ("same", "moved") or name == "convert_element_type"
-    is_mask = [value.is_mask or dtype_of(v) == np.bool_ for v, value in zip(eqn.invars, operands, strict=True)]
-    tracked = _tracked(operands)
-    if not tracked:
-        is_zero = (moves or name == "mul") and any(value.is_zero for value in operands)
-        same = operands[0] if moves else _OTHER
-        return same._replace(is_zero=is_zero, is_mask=moves and is_mask[0])
-    result, is_selected = tracked[0], name == "mul" and any(is_mask)
-    if result.origin == GRADIENT:
-        is_allowed = moves or _is_linear(eqn, operands)
-    elif result.origin == SKIPPED:
-        is_allowed = name not in ("add", "sub") or all(value.origin == SKIPPED or value.is_zero for value in operands)
-    else:
-        is_allowed = (moves and not _narrows(eqn)) or is_selected
-    zeros, olds = (result.zeros + is_selected, result.olds) if moves or is_selected else (0, 0)
-    result = result if is_allowed else _changed(result, name)
-    return result._replace(is_mask=moves and is_mask[0], zeros=zeros, olds=olds)
-
-
-def _one_of(values: Sequence[Value], chooser: str, index: Value = _OTHER) -> Value:
-    """Return the history of a value that is one of several: zero may take the place of a tracked one."""
-    if len(values) == 1 or all(value.is_old for value in values):
-        return values[0]
-    tracked = _tracked(values)
-    counts = [(value.is_zero, value.zeros, value.is_old, value.olds) for value in values]
-    zeros = max(0 if is_zero else count for is_zero, count, *_ in counts) + any(is_zero for is_zero, *_ in counts)
-    olds = max(0 if is_old else count for *_, is_old, count in counts) + any(is_old for *_, is_old, _ in counts)
-    if index.origin == GRADIENT and (not tracked or tracked[0].origin == GRADIENT):
-        return _changed(index, chooser)._replace(zeros=zeros, olds=olds)
-    if not tracked:
-        return Value(is_zero=all(value.is_zero for value in values), zeros=zeros, olds=olds)
-    is_allowed = all(value in tracked or value.is_zero for value in values)
-    return (tracked[0] if is_allowed else _changed(tracked[0], chooser))._replace(zeros=zeros, olds=olds)
+def _leading(values: Sequence[Value]) -> Value:
+    """Return the first final update, or else the first gradient, or else the first; a changed one comes before."""
+    rank = lambda value: (not value.is_tracked, value.origin == GRADIENT, not value.changed_by)
+    return min(values, key=rank, default=_OTHER)
 
 
 def _changed(value: Value, by: str) -> Value:
     """Return the history of a value after a change that nothing may make; only the first is recorded."""
-    return value if value.changed_by or value.origin == SENT else value._replace(changed_by=by)
+    is_recorded = value.is_tracked and value.origin != SENT and not value.changed_by
+    return value._replace(changed_by=by) if is_recorded else value
 
 
-def _is_linear(eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
-    """Return whether a primitive, of gradients and other values, is linear in the gradients."""
-    name, is_gradient = eqn.primitive.name, [value.origin == GRADIENT for value in operands]
-    if name in ("mul", "dot_general"):
-        return sum(is_gradient) == 1
-    if name == "div":
-        return not is_gradient[1]
-    return all(is_gradient) if name in ("add", "add_any", "sub") else facts_of(eqn).linear
+def _computed(eqn: JaxprEqn, operands: Sequence[Value], harmless: Collection[str] = (SKIPPED,)) -> Value:
+    """Compute new numbers, which changes all but what has a harmless origin."""
+    value = _leading(operands)
+    result = Value(value.origin, value.changed_by) if value.is_tracked else _OTHER
+    return result if result.origin in harmless else _changed(result, eqn.primitive.name)
 
 
-def _narrows(eqn: JaxprEqn) -> bool:
-    to = eqn.params.get("new_dtype")
-    return to is not None and to.itemsize < dtype_of(eqn.invars[0]).itemsize
+def _linear(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+    return _computed(eqn, operands, (GRADIENT, SKIPPED))
+
+
+def _sum(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+    """Only gradients may be added to gradients, and to what skips steps only its like."""
+    is_of_one_kind = len({value.origin for value in operands} - {ZERO}) == 1
+    return _computed(eqn, operands, (GRADIENT, SKIPPED) if is_of_one_kind else ())
+
+
+def _bilinear(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+    gradients = [value for value in operands if value.origin == GRADIENT]
+    return (_linear if len(gradients) == 1 else _computed)(eqn, operands)
+
+
+def _product(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+    """Multiply: a mask selects a final update against zero."""
+    value = _leading(operands)
+    if value.is_final and any(other.is_mask for other in operands):
+        return value._replace(zeros=value.zeros + 1)
+    if not value.is_tracked and any(other.origin == ZERO for other in operands):
+        return Value(ZERO)
+    return _bilinear(eqn, operands)
+
+
+def _quotient(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+    return (_computed if operands[1].origin == GRADIENT else _linear)(eqn, operands)
+
+
+def _compared(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+    """Compare; whether a number is finite does not depend on a scale: `optax.zero_nans`, `apply_if_finite`."""
+    return _OTHER if eqn.invars[0] is eqn.invars[-1] else _computed(eqn, operands)
+
+
+def _moved(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+    """Move numbers, or convert them: to fewer bytes is a change of what is final."""
+    value, old = _leading(operands), dtype_of(eqn.invars[0])
+    if value.is_final and eqn.params.get("new_dtype", old).itemsize < old.itemsize:
+        return _changed(value, eqn.primitive.name)
+    return value._replace(is_mask=value.is_mask or old == np.bool_)
+
+
+def _one_of(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+    """Choose one of several values: zero may take the place of a tracked one."""
+    index, *values = operands if eqn.primitive.name == "select_n" else [_OTHER, *operands]
+    origins = {value.origin for value in values}
+    if len(values) == 1 or origins in ({OLD}, {ZERO}):
+        return values[0]
+    chosen = origins - {ZERO}
+    is_of_one_kind = chosen == {GRADIENT} or chosen.isdisjoint({"", OLD, GRADIENT})
+    result = _computed(eqn, values, chosen if is_of_one_kind else ())
+    if index.origin == GRADIENT and result.origin in ("", GRADIENT):
+        result = _changed(index, eqn.primitive.name)
+    zeros, olds = max(value.zeros for value in values), max(value.olds for value in values)
+    return result._replace(zeros=zeros + (ZERO in origins), olds=olds + (OLD in origins))
+
+
+def _named(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+    """Pass a name, which says what a value is if mpx gave it."""
+    name, value = eqn.params["name"], operands[0]
+    if name == GRADIENTS:
+        return Value(GRADIENT)
+    if name == SCALED:
+        return _OTHER if value.origin == GRADIENT else value
+    if name == SKIPPED:
+        return value if value.is_tracked else Value(SKIPPED)
+    author = name.removeprefix(MARK)
+    if author == name:
+        return value
+    # `mpx.zero1` sends the number that an update lands on, unless something was wrong before.
+    is_sent = SENT in (author, value.origin) and not value.changed_by
+    return Value(author) if is_sent or not value.is_final else _changed(value, author)
+
+
+# A primitive that is not here computes new numbers.
+TRANSFER: dict[str, Callable[[JaxprEqn, list[Value]], Value]] = {
+    **{name: _linear for name, facts in PRIMITIVES.items() if facts.linear},
+    **{name: _moved for name, facts in PRIMITIVES.items() if facts.moves in ("same", "moved")},
+    **dict.fromkeys(("add", "add_any", "sub"), _sum),
+    **dict.fromkeys(("is_finite", "ne"), _compared),
+    "convert_element_type": _moved,
+    "div": _quotient,
+    "dot_general": _bilinear,
+    "mul": _product,
+    "name": _named,
+    "select_n": _one_of,
+}
 
 
 # ---- what nothing may do --------------------------------------------------------------------------------------------
@@ -266,7 +298,7 @@ def _require_nothing_added(updates: dict[_trees.Path, Value]) -> None:
 
 def _require_final_updates(updates: dict[_trees.Path, Value]) -> None:
     """Raise if an update is changed after a transformation has chosen where it lands."""
-    final = {path: value for path, value in updates.items() if value.origin not in ("", GRADIENT, SKIPPED)}
+    final = {path: value for path, value in updates.items() if value.is_final}
     changed = [path for path, value in final.items() if value.changed_by]
     if changed:
         author, by, *_ = final[changed[0]]
@@ -283,7 +315,7 @@ def _require_no_lost_updates(
     """Raise if an update becomes zero, and what the state keeps of the weight changes nevertheless."""
     kept = [leaf for leaf in states if leaf.role in KEPT_OF_WEIGHTS and leaf.owner in WRITES_BACK]
     kept = [leaf for leaf in kept if leaf.path_of_parameter in updates]
-    is_lost = lambda value, kept: value.origin in ("", GRADIENT, SKIPPED) or value.zeros > kept.olds
+    is_lost = lambda value, kept: not value.is_final or value.zeros > kept.olds
     lost = [leaf for leaf in kept if is_lost(updates[leaf.path_of_parameter], after[leaf.path])]
     if lost:
         author, path = WRITES_BACK[lost[0].owner], _trees.path_string(lost[0].path_of_parameter)

@@ -237,7 +237,10 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
     """Return a state as `init` makes it; raise if it is not one of this transformation for these parameters."""
     require_types(opt_state, "convert_state")
     made = jax.eval_shape(tx.init, params)
-    without_boxes = lambda tree: jax.tree.structure(jax.tree.map(jax.tree.leaves, tree, is_leaf=_trees.is_box))
+
+    def without_boxes(tree):
+        return jax.tree.structure(jax.tree.map(jax.tree.leaves, tree, is_leaf=_trees.is_box))
+
     if without_boxes(opt_state) == without_boxes(made):
         # A `flax.nnx.Optimizer` puts each array into a variable. `init` does so only where the parameters do.
         opt_state = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(opt_state))
@@ -265,7 +268,10 @@ def _is_made_as(made: Any, leaf: Any) -> bool:
 
 def _require_same_rule(old: list[StateLeaf], new: list[StateLeaf]) -> None:
     """Raise if two states are not of the same rule; name the first difference."""
-    compared = lambda leaf: leaf and (leaf.path_in_rule, leaf.leaf.shape, _kind(leaf.leaf))
+
+    def compared(leaf):
+        return leaf and (leaf.path_in_rule, leaf.leaf.shape, _kind(leaf.leaf))
+
     pairs = itertools.zip_longest(_of_the_rule(old), _of_the_rule(new))
     differing = next((pair for pair in pairs if compared(pair[0]) != compared(pair[1])), None)
     if differing is not None:

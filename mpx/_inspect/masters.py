@@ -121,6 +121,5 @@ def require_fit(params: dict[_trees.Path, Any], kept: dict[_trees.Path, StateLea
     """Raise if a leaf that a state keeps of a parameter matches none in path and shape."""
     arrays = {path: leaf.leaf for path, leaf in kept.items()}
     found = {path: p for path, p in params.items() if path in kept}
-    same_shape = lambda array, p: np.shape(p) == array.shape
-    wrong = _errors.mismatches(arrays, found, same_shape, "the optimizer state keeps")
+    wrong = _errors.mismatches(arrays, found, lambda x, p: np.shape(p) == x.shape, "the optimizer state keeps")
     _errors.refuse(wrong, f"`{caller}`: the state does not fit the parameters", remedy)

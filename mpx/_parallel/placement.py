@@ -46,6 +46,7 @@ def place(tree: T, shardings: Any) -> T:
     now = jax.sharding.get_abstract_mesh()
 
     def constrain(x, sharding):
+        # In `in_auto` all axes are automatic; those of the sharding may be explicit, which JAX refuses here.
         return lax.with_sharding_constraint(x, sharding if now.empty else NamedSharding(now, sharding.spec))
 
     return jax.tree.map(constrain, tree, shardings)

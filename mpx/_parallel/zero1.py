@@ -90,10 +90,11 @@ def zero1(
         of_params = shardings_of(specs, mesh)
 
         def update(updates, state, params, extra_args):
-            params = place(params, of_params)  # else XLA may divide what goes in, to be gathered for the next step
+            params = place(params, of_params)  # else XLA may shard what goes in, and gather it in the next step
             shards, grads = place(params, sharded), place(updates, sharded)
             updates, state = inner.update(grads, place(state, divided), shards, **extra_args)
-            # Placed twice: else XLA would be free to send what they are computed from.
+            # Placed before they are sent and after: else XLA sends what they are computed from, for CPUs in float32:
+            # 3.5 bytes a parameter to 8 devices, not 1.75.
             sent = place(place(jax.tree.map(_to_send, shards, updates), sharded), of_params)
             return jax.tree.map(_from_sent, params, sent), place(state, divided)
 
@@ -134,6 +135,7 @@ def zero1_shardings(
 
     def sharding_of(path, leaf):
         shape = leaf.shape if is_stored(leaf) else np.shape(leaf)
+        # A moment stands at a path that ends as that of its parameter does: `0/mu/layers/kernel`.
         candidates = (own.get(path[start:], (None, None)) for start in range(len(path) + 1))
         spec = next((spec for p_shape, spec in candidates if p_shape == shape), None)
         if spec is None and not is_stored(leaf) and not _trees.is_floating(leaf):  # a key, a count

@@ -41,6 +41,7 @@ def assign(state: Any, patterns: Mapping[str, StateFormat], min_size: int) -> As
             continue
         pattern = next((pattern for pattern in patterns if _matches(pattern, names[found.path], found.role)), None)
         if pattern is not None:
+            # A small leaf is assigned too, to float32: else its pattern would seem to match nothing.
             format = patterns[pattern].for_role(found.role) if math.prod(leaf.shape) >= min_size else FLOAT32
             chosen[i] = Assigned(_with_blocks_of(leaf, format), pattern)
     return chosen
@@ -54,10 +55,12 @@ def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
             return format
         as_kept: Any = format  # a dataclass, as every class of blocks is
         is_alike = kept == dataclasses.replace(as_kept, block_size=kept.block_size)
+        # Blocks that `init` made smaller, for shards, stay: an update decodes what the state has.
         return kept if is_alike and kept.block_size < format.block_size else format
     sharding = explicit_sharding(leaf)
     if sharding is None or sharding.is_fully_replicated:
         return format
+    # Else a block may reach over two devices, which gathers the leaf at each step.
     return format.for_shards(sharding.shard_shape(leaf.shape)[-1])
 
 
@@ -211,6 +214,7 @@ def require_stored_as_assigned(state: Any, assignment: Assignment, as_made: Call
         if assigned is not None and assigned.format != FLOAT32:
             wanted = _kept(assigned.format, leaf.shape)
         elif is_stored(leaf) or _trees.is_narrower(leaf):
+            # The rule itself may keep 16 bits (`mu_dtype`); what another recipe left in them is an error.
             wanted = jax.tree.leaves(as_made())[i]
         else:
             continue

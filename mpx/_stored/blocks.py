@@ -16,7 +16,7 @@ from mpx._stored.state_format import StateFormat
 
 T = TypeVar("T", bound="BlockFormat")
 
-SMALLEST = 16  # numbers in a block
+SMALLEST = 16  # numbers in a block, each with a quarter of a byte of the scale
 _SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
 _CACHED = 2**25  # bytes that a second-level cache holds: 40 MiB of an A100, 50 of an H100 and H200, 126 of a B200
 
@@ -50,6 +50,7 @@ def packed(codes: jax.Array, bits: int = 4, dtype: type = np.uint8) -> jax.Array
     A number holds two neighbours, the first in its low bits.
     """
     pairs = (codes & (2**bits - 1)).reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+    # A sum, where slices would do: no kernel has slices, and `fused_update` would leave the array to XLA.
     return jnp.sum(pairs << (bits * _place_in(pairs)), axis=-1, dtype=np.int32).astype(dtype)
 
 
@@ -81,6 +82,7 @@ def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:
         keys = jnp.max(keys.reshape(tiles), axis=-1)
         return jnp.max(keys.reshape(*of_blocks, block_size // _LANES), axis=-1)
     missing = math.prod(of_blocks) * block_size - keys.size
+    # Zero is the least key, so what fills up the last block changes no maximum.
     keys = jnp.pad(keys.reshape(-1), (0, missing)) if missing else keys
     return jnp.max(keys.reshape(*of_blocks, block_size), axis=-1)
 
@@ -104,6 +106,7 @@ def in_cached_parts(scales: jax.Array) -> jax.Array:
     decodes a moment once and writes it in float32: 8 bytes of temporaries a parameter.
     """
     parts = jnp.array_split(scales.reshape(-1), -(-scales.nbytes // _CACHED))
+    # The barrier guards: a compiler may take the joined parts of one array for the array. XLA of jax 0.10.2 does not.
     return jnp.concatenate(lax.optimization_barrier(parts)).reshape(scales.shape)
 
 

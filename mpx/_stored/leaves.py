@@ -47,10 +47,12 @@ def require_types(opt_state: Any, caller: str) -> None:
     if callable(getattr(opt_state, "init", None)):
         raise TypeError(f"`{caller}` needs an optimizer state, but got a transformation; `init` makes its state.")
     kinds: list[Any] = [kind for kind, roles in ROLES.items() if _TYPED_ROLES & set(roles.values())]
-    is_untyped = lambda x: isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
+
+    def is_untyped(x):
+        return isinstance(x, dict) and any(set(x) == set(kind._fields) for kind in kinds)
+
     # In a state that has its types, dictionaries are the user's, who may call a parameter as a field is called.
-    is_known = lambda x: is_untyped(x) or _is_typed(x)
-    if any(is_untyped(part) for part in jax.tree.leaves(opt_state, is_leaf=is_known)):
+    if any(map(is_untyped, jax.tree.leaves(opt_state, is_leaf=lambda x: is_untyped(x) or _is_typed(x)))):
         raise TypeError(
             f"`{caller}`: the optimizer state was restored without its types: what was a NamedTuple is a dictionary. "
             "Restore it into `jax.eval_shape(tx.init, params)`."
@@ -68,6 +70,7 @@ def _is_typed(node: Any) -> bool:
 
 def _walk(here: StateLeaf) -> Iterator[StateLeaf]:
     node = here.leaf
+    # One level at a time: the node is opened, and its children and stored leaves are not.
     for key, child in jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node or is_stored(x)):
         if key:
             yield from _walk(_child(here, key, child))

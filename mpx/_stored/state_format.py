@@ -98,9 +98,12 @@ class StoredLeaf:
     scales: Any
     format: StateFormat = dataclasses.field(metadata={"static": True})
 
-    @jax.jit  # traced once for all equal leaves, each of which is one call in the program
+    # Traced once for all equal leaves, each of which is one call in the program: with 100 of them in 8 bits a step is
+    # traced in 0.13 s, and in 0.8 s without this here and at `store`.
+    @jax.jit
     def decode(self) -> jax.Array:
         """Return the array in float32."""
+        # A format of a user may return 16 bits; the rule computes in float32 all the same.
         return placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
 
     @property
@@ -135,10 +138,12 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     Return a stored leaf. If there are no scales, and the codes are floating numbers in the array's shape, return the
     codes. What is kept is in boxes like the array's.
     """
+    # At the first leaf: at import it would load Flax for all who have it installed.
     _tell_flax()
     (array,), box = jax.tree.flatten(x)
     array = array.astype(np.float32)
     if not isinstance(format, Cast):
+        # A cast has a derivative. That of codes would be zero, and a learned rate would stand still.
         array = not_differentiable(array, _NO_DERIVATIVE.format(format))
     codes, scales = placed_by_xla(format.encode, array, key)
     boxed = lambda part: None if part is None else _boxed(part, box, array)
@@ -163,10 +168,14 @@ def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, 
     """Return the names of the axes that codes or scales have in common with their array."""
     if len(part) != array.ndim or not isinstance(names, Iterable):
         return ()
-    # No mesh is known. A multiple of 64 can be divided by that many devices, or 32, 16, 8...
-    fits = lambda i: part[i] == array.shape[i] or part[i] % 64 == 0
-    if (sharding := explicit_sharding(array)) is not None:
-        fits = lambda i: names_at(part_sharding(sharding, array.shape, part).spec, i)
+    sharding = explicit_sharding(array)
+
+    def fits(i):
+        if sharding is not None:
+            return names_at(part_sharding(sharding, array.shape, part).spec, i)
+        # No mesh is known. A multiple of 64 can be divided by that many devices, or 32, 16, 8...
+        return part[i] == array.shape[i] or part[i] % 64 == 0
+
     return tuple(name if fits(i) else None for i, name in enumerate(names))
 
 
@@ -226,10 +235,16 @@ def _tell_flax() -> None:
     """Let `flax.serialization` take stored leaves, if Flax is installed: mpx does not depend on it."""
     if importlib.util.find_spec("flax") is not None:
         serialization = importlib.import_module("flax.serialization")
-        as_dict = lambda leaf: serialization.to_state_dict({"codes": leaf.codes, "scales": leaf.scales})
-        from_dict = lambda leaf, parts: dataclasses.replace(
-            leaf, **serialization.from_state_dict({"codes": leaf.codes, "scales": leaf.scales}, parts)
-        )
+
+        def parts_of(leaf):
+            return {"codes": leaf.codes, "scales": leaf.scales}
+
+        def as_dict(leaf):
+            return serialization.to_state_dict(parts_of(leaf))
+
+        def from_dict(leaf, parts):
+            return dataclasses.replace(leaf, **serialization.from_state_dict(parts_of(leaf), parts))
+
         serialization.register_serialization_state(StoredLeaf, as_dict, from_dict, override=True)
 
 

@@ -116,12 +116,19 @@ def loss_scaling(
         _errors.require_state(state, LossScalingState, "loss_scaling")
         _errors.require_state(state.scale_state, state_type, "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
-        mark = lambda x, name=SCALED: x if start.is_always_one else checkpoint_name(x, name)
+
+        def mark(x, name=SCALED):
+            # Under a scale of 1 nothing around this is wrong, so `check_chain` shall see no names.
+            return x if start.is_always_one else checkpoint_name(x, name)
+
         updates = jax.tree.map(mark, updates)
         first_nonfinite = _first_nonfinite(updates, axis_name)
         finite = first_nonfinite < 0
         now = start.resume(state.loss_scale, state.scale_state)
-        unscaled = lambda tree: now.unscale(jax.tree.map(_trees.at_least_float32, tree))
+
+        def unscaled(tree):
+            return now.unscale(jax.tree.map(_trees.at_least_float32, tree))
+
         grads = unscaled(updates)
         if "grad" in extra_args:  # a line search gets the gradients twice
             extra_args["grad"] = unscaled(jax.tree.map(mark, extra_args["grad"]))
@@ -131,11 +138,14 @@ def loss_scaling(
             loss_scale=jnp.asarray(then.loss_scale, np.float32),
             scale_state=then.state(),
             skipped_steps=jnp.where(finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
+            # Of the scale before this step: a step that takes it to its minimum is not stuck yet.
             stuck_steps=jnp.where(finite | now.can_shrink, 0, optax.safe_increment(state.stuck_steps)),
             first_nonfinite=jnp.where(finite, state.first_nonfinite, first_nonfinite),
             inner_state=inner_state,
         )
+        # A bare rule may return other dtypes than it was given, and no select takes both.
         new_state = keep_types(state, new_state)
+        # Selected, not by `lax.cond`, around which XLA fuses nothing: 63 bytes moved a parameter, not 32 (AdamW, H200).
         inner_state = select_tree(finite, new_state.inner_state, state.inner_state)
         updates = select_tree(finite, updates, jax.tree.map(_minus_zero, updates))
         updates = jax.tree.map(lambda u: mark(u, SKIPPED), updates)
@@ -217,5 +227,6 @@ def _first_nonfinite(grads: Any, axis_name: Any) -> jax.Array:
     nowhere = np.int32(flags.size)
     first = jnp.where(flags, nowhere, np.arange(flags.size, dtype=np.int32)).min()
     if axis_name is not None:
+        # Else one device skips the step and another takes it, and their weights part.
         first = lax.pmin(first, axis_name)
     return jnp.where(first == nowhere, np.int32(-1), first)

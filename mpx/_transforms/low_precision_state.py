@@ -116,7 +116,9 @@ def low_precision_state(
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, LowPrecisionState, "low_precision_state")
         params = _errors.trained(params, updates)
+        # From the state that came, which may be one of a checkpoint, or of other settings.
         assignment = assign(state.inner_state, patterns, min_size)
+        # A function, since it traces `inner.init`, and most updates have no use for it.
         as_made = lambda: jax.eval_shape(inner.init, updates if params is None else params)
         require_stored_as_assigned(state.inner_state, assignment, as_made)
         has_boxes = any(map(_trees.is_box, jax.tree.leaves(updates, is_leaf=_trees.is_box)))
@@ -144,7 +146,7 @@ def _load(state: Any, assignment: Assignment, boxed: Any) -> Any:
 
 def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: Rounding = "nearest") -> Any:
     """Encode the rule's state to keep it until the next step; with a key, round at random what is to be."""
-    keys = itertools.repeat(None) if key is None else iter(jax.random.split(key, max(len(assignment), 1)))
+    keys = itertools.repeat(None) if key is None else iter(jax.random.split(key, len(assignment)))
 
     numbers = itertools.count()
 
@@ -154,6 +156,7 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: 
             return node
         format, (leaf,) = assigned[0].format, jax.tree.leaves(node)
         key = next(keys)
+        # Beside `Blockwise4bit` all others are rounded to nearest, unless the user wants them at random too.
         kept = store(node, format, key if rounding == "stochastic" or format.rounds_at_random else None)
         if is_stored(kept) and kept.shape != leaf.shape:
             name = type(format).__name__

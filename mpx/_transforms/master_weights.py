@@ -13,7 +13,7 @@ from mpx._chain import FinalUpdates, element
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.roles import register_state
 from mpx._stored.weights import KeptWeight, LowBits, WholeMaster, fresh_tree, land_tree, require_kept, restore_tree
-from mpx._transforms.upcast import require_no_rounding_inside, run_in_float32, stable_state, upcast_tree
+from mpx._transforms.upcast import require_no_rounding_inside, run_in_float32, upcast_tree
 
 Storage = Literal["full", "split", "split24"]
 _LOW_BITS = {"split": LowBits(np.dtype(np.uint16)), "split24": LowBits(np.dtype(np.uint8))}
@@ -40,7 +40,7 @@ class MasterWeightsState(NamedTuple):
 @element
 def master_weights(
     inner: optax.GradientTransformation,
-    storage: Storage = "full",
+    storage: Storage | KeptWeight = "full",
     *,
     dtype: DTypeLike = jnp.float32,
     key: jax.Array | None = None,
@@ -62,7 +62,8 @@ def master_weights(
             parameter. Parameters are rounded with ties away from zero; `"full"` rounds ties to even. A parameter
             changed from outside keeps the low bits that it had; `resync` makes them zero. `"split24"` keeps 8 low bits,
             1 byte a parameter. It is not exact: once a step the master is rounded to 24 bits, an error of at most
-            2**-16 of the weight, or below 2**-15 with a `key`. float16 leaves keep full masters under all three.
+            2**-16 of the weight, or below 2**-15 with a `key`. A `KeptWeight` of `mpx.states` is a way of your own.
+            float16 leaves keep full masters under all of them.
         dtype: the dtype of the masters: float32, or float64 for float32 parameters. A leaf that is as wide is its own
             master and stores nothing.
         key: a PRNG key, for `"split24"`: masters are rounded up or down at random, so that no update is lost in the
@@ -96,11 +97,12 @@ def master_weights(
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740), for the masters; Transformer Engine and
         apex, `store_param_remainders`, for the low bits; FlashOptim, 2026 (arXiv 2602.23349), for 24 bits.
     """
-    _errors.require_choice(get_args(Storage), storage, "`master_weights`: `storage`")
+    if not isinstance(storage, KeptWeight):
+        _errors.require_choice(get_args(Storage), storage, "`master_weights`: `storage`")
     dtype = _errors.wide_dtype(dtype, "master_weights")
     if storage != "full" and dtype != np.float32:
         raise ValueError(f"`master_weights`: split masters are float32, but got `dtype` {dtype}.")
-    if key is not None and storage != "split24":
+    if key is not None and storage in ("full", "split"):
         raise ValueError(f"`master_weights`: a `key` was given, but under {storage!r} nothing is rounded at random.")
     if updates_in_param_dtype and storage != "full":
         raise ValueError(
@@ -112,23 +114,25 @@ def master_weights(
     def storage_for(p) -> KeptWeight | None:  # None: the parameter is its own master
         if not _trees.is_narrower(p, dtype):
             return None
-        if storage in _LOW_BITS and p.dtype == jnp.bfloat16:
-            return _LOW_BITS[storage]
-        return WholeMaster(dtype, updates_in_param_dtype)
+        # float16 has fewer exponents than float32, so its bits are no part of those of a master.
+        if storage == "full" or p.dtype != jnp.bfloat16:
+            return WholeMaster(dtype, updates_in_param_dtype)
+        return storage if isinstance(storage, KeptWeight) else _LOW_BITS[storage]
 
     def init_fn(params):
         _require_single_rounding(params, dtype)
         stored = fresh_tree(params, storage_for)
         inner_state = inner.init(upcast_tree(params, dtype))
+        # Asked here: the rule sees float32 parameters, so that what rounds inside of it has nothing to say.
         require_no_rounding_inside(inner_state, params, dtype, "master_weights")
-        return MasterWeightsState(stable_state(stored, params), inner_state, kept_key(key))
+        return MasterWeightsState(stored, inner_state, kept_key(key))
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)
         params = _errors.trained(params, updates)
         require_kept(state.master, params, storage_for, "master_weights")
         _errors.require_gradients(updates, params, "master_weights")
-        masters = upcast_tree(restore_tree(params, state.master, storage_for), np.dtype(np.float32))
+        masters = restore_tree(params, state.master, storage_for)
         updates, inner_state = inner.update(updates, state.inner_state, masters, **extra_args)
         this_step, next_key = key_of_step(state.master_key, key)
         updates, stored = land_tree(params, state.master, updates, storage_for, "master_weights", this_step)

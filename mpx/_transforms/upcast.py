@@ -62,8 +62,10 @@ def run_in_float32(inner: Any, dtype: np.dtype, caller: str) -> optax.GradientTr
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_differentiable(updates, caller)
+        # Extra arguments too: a line search gets its gradients and values there.
         updates, params, extra_args = upcast_tree((updates, params, extra_args), dtype)
         if any(_trees.is_narrower(leaf, dtype) for leaf in jax.tree.leaves(state)):
+            # Of a bare rule, perhaps: its moments would stay bfloat16, and where dtypes promote nothing would raise.
             _require_state_of(inner, state, params, caller)
         try:
             updates, new_state = inner.update(updates, state, params, **extra_args)

@@ -141,13 +141,21 @@ def underflow_report(
             "`underflow_report`: `loss_scale` must be a loss scale or a number, a power of two, but got "
             f"{loss_scale!r}."
         )
-    unscaled = lambda x: x if carried == 1 else x.astype(np.float32) / np.float32(carried)
+
+    def unscaled(x):
+        return x if carried == 1 else x.astype(np.float32) / np.float32(carried)
+
     arrays = [(name, unscaled(x)) for name, (x,) in fates.floating_leaves(grads)]
     if not arrays:
         raise ValueError("`underflow_report` needs gradients, but the tree has no floating array in it.")
-    # Counts are summed on the host, exactly.
-    counts_of = lambda count, *edges: np.stack([np.asarray(count(x, *edges)).sum(0, np.int64) for _, x in arrays])
-    fates_at = functools.cache(lambda scale: counts_of(_count_fates, fates.edges_of(dtype, scale)))  # [array, kind]
+
+    def counts_of(count, *edges):  # summed on the host, exactly
+        return np.stack([np.asarray(count(x, *edges)).sum(0, np.int64) for _, x in arrays])
+
+    @functools.cache
+    def fates_at(scale: float) -> np.ndarray:  # [array, kind]
+        return counts_of(_count_fates, fates.edges_of(dtype, scale))
+
     largest = [float(np.asarray(_largest(x)).view(np.float32)) for _, x in arrays]
     recommended = _recommended_scale(dtype, max(largest), is_normal=not fates_at(1.0)[:, 1:3].any())
 

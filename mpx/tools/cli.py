@@ -188,8 +188,10 @@ def changes_that_fit(
 
     The first is more memory: `most_bytes` are what JAX can take of a device.
     """
-    fits = lambda change: any(plan(**{**given, "recipe": [recipe], **change}).fits.values())
-    first = lambda changes: [change for change in changes if fits(change)][:1]
+
+    def first(changes):
+        return [x for x in changes if any(plan(**{**given, "recipe": [recipe], **x}).fits.values())][:1]
+
     are_several, batch = given["devices"] > 1, given["batch"]
     peaks = {  # of all recipes that this rule can have
         name: p.peak_bytes_a_device
@@ -210,12 +212,15 @@ def changes_that_fit(
     found = found or first([together[-1] | change for change in more])
     found += [change for change in first(more) if change not in found]
     start = {} if given["recipe"] else {"recipe": [recipe]}
-    value = lambda x: "" if x is True else f" {x[0] if isinstance(x, list) else x}"
-    options = lambda change: [
-        f"{FRACTION}={MOST}" if name == "usable_bytes" else f"--{name.replace('_', '-')}{value(x)}"
-        for name, x in (change | start).items()
-    ]
-    return [" ".join(options(change)) for change in found]
+    return [" ".join(itertools.starmap(_option, (change | start).items())) for change in found]
+
+
+def _option(name: str, value: Any) -> str:
+    """Return an option as the command line takes it."""
+    if name == "usable_bytes":
+        return f"{FRACTION}={MOST}"
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value[0] if isinstance(value, list) else value}"
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:

@@ -369,6 +369,7 @@ BIASED = {
     "a reshaped product": lambda w, b, x: jnp.sin((x @ w).reshape(2, 4, -1) + b[None, None]),
     "an activation of a part": lambda w, b, x: jnp.sin((x @ w + b[None])[:2].T),
     "an activation with a derivative of its own": lambda w, b, x: jax.nn.silu(x @ w + b[None]),
+    "a function behind one that chooses, of its author": lambda w, b, x: jnp.sin(jax.nn.relu(x @ w + b[None])),
     "a loss": lambda w, b, x: jax.nn.log_softmax(x @ w + b[None]),
     "in a scan": lambda w, b, x: lax.scan(lambda c, x: (c, _layer(w, b, x)), 0.0, x.reshape(2, 4, 8))[1],
     "in a checkpoint": jax.checkpoint(_layer),
@@ -386,6 +387,7 @@ UNBIASED = {
     "a sum that goes into a residual stream": lambda w, b, x: jnp.sin(x[:, :6] + (x @ w + b[None])),
     "a sum that is added up": lambda w, b, x: (x @ w + b[None]).sum(1),
     "a sum that goes into a product": lambda w, b, x: (x @ w + b[None]) @ w.T,
+    "a product behind a choice of its author": lambda w, b, x: jax.nn.relu(x @ w + b[None]) @ w.T,
     "a sum that is returned": lambda w, b, x: x @ w + b[None],
     "a sum that is cast": lambda w, b, x: jnp.sin((x @ w + b[None]).astype(BF16)),
 }

@@ -1,6 +1,7 @@
 """Check what findings say of programs for GPUs: of faults that users write, and nothing where there is none."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.many_devices, pytest.mark.optax_promotion]
 
 F32, BF16, F8 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
 everywhere = lambda w: jax.sharding.reshard(w, P())
+constrained = lambda w: jax.lax.with_sharding_constraint(w, P())
 
 
 def on(devices, shape, dtype=F32, spec=None, kind=AxisType.Explicit):
@@ -84,23 +86,20 @@ def kept_weights(devices, loss, kind):
     return [finding.bytes for finding in findings if finding.what.startswith(KEPT)]
 
 
-def in_float32(gathered):
-    def loss(w, x):
-        for weight in w:
-            x = jnp.tanh(x @ gathered(weight))
-        return jnp.mean(x)
-
-    return loss
+def in_float32(gathered, checkpoint=lambda layer: layer):
+    layer = checkpoint(lambda x, w: jnp.tanh(x @ gathered(w)))
+    return lambda w, x: jnp.mean(functools.reduce(layer, w, x))
 
 
-def test_weights_that_xla_gathers_by_itself_are_kept_and_those_that_mpx_gathers_again_are_not(h200):
+def test_gathered_weights_are_kept_unless_the_remedy_gathers_them_again(h200):
     """The backward pass needs all but the first."""
-    by_hand = two_layers(lambda w: w.astype(BF16))
+    by_hand = two_layers(lambda w: w.astype(BF16))  # XLA gathers them by itself
     assert kept_weights(h200, by_hand, AxisType.Auto) == [3 * 2 * 2048**2]
-    constrained = in_float32(lambda w: jax.lax.with_sharding_constraint(w, P()))
-    assert kept_weights(h200, mpx.autocast(constrained, "bf16"), AxisType.Auto) == []
-    kept = mpx.autocast(in_float32(everywhere), "bf16", gather_again=False)
-    assert kept_weights(h200, kept, AxisType.Explicit) == [3 * 2 * 2048**2]
+    for gathered, kind in ((everywhere, AxisType.Explicit), (constrained, AxisType.Auto)):
+        assert kept_weights(h200, mpx.autocast(in_float32(gathered), "bf16"), kind) == [3 * 2 * 2048**2]
+        for policy in (None, jax.checkpoint_policies.dots_saveable):
+            again = mpx.autocast(in_float32(gathered, functools.partial(jax.checkpoint, policy=policy)), "bf16")
+            assert kept_weights(h200, again, kind) == []
 
 
 def scanned(w, x):

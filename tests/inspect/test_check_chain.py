@@ -263,6 +263,7 @@ NOT_LINEAR_IN_FRONT = {
     "decay": optax.add_decayed_weights(1e-4),
     "norms of examples": optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0),
     "squares": optax.stateless(lambda updates, params: jax.tree.map(lambda g: g * g, updates)),
+    "a threshold": optax.stateless(lambda updates, params: jax.tree.map(lambda g: jnp.where(g > 1, g, 0), updates)),
     "reciprocals": optax.stateless(lambda updates, params: jax.tree.map(lambda g: 1.0 / g, updates)),
 }
 

@@ -182,16 +182,49 @@ def test_a_weight_is_sent_in_the_compute_dtype_and_its_gradient_in_the_dtype_of_
     [
         (lambda w, x: (x @ w.T.reshape(16, 16)).sum(), "bfloat16"),
         (lambda w, x: jax.jit(lambda w: x @ w)(w).sum(), "bfloat16"),
+        (lambda w, x: jax.lax.cond(jnp.sum(x) > 0, lambda: x @ w, lambda: x), "bfloat16"),
+        (lambda w, x: jax.lax.scan(lambda x, _: (x @ w, None), x, length=3)[0], "bfloat16"),
         (lambda w, x: (x @ w).sum() + (w**2).sum(), "float32"),
         (lambda w, x: (x @ (w * 2)).sum(), "float32"),
         (lambda w, x: (w, x @ w), "float32"),
+        (lambda w, x: jnp.ones(16) @ w, "float32"),
     ],
-    ids=["moved", "in a call", "also in a sum", "after a product of numbers", "also a result"],
+    ids=[
+        "moved",
+        "in a call",
+        "in a branch",
+        "in a loop",
+        "also in a sum",
+        "after a product of numbers",
+        "also a result",
+        "in a product with a vector",
+    ],
 )
 def test_only_what_is_used_in_products_alone_is_sent_in_fewer_bits(explicit_mesh, used, sent_in):
     w, x = on_rows(np.ones((16, 16), np.float32)), on_rows(np.ones((8, 16), np.float32))
     fun = mpx.autocast(lambda w, x: used(jax.sharding.reshard(w, P()), x), "bf16")
     assert moves(fun, w, x)[0] == sent_in
+
+
+def whole_weights_kept(loss, ws, x):
+    """Return how many whole weights the backward pass gets from the forward pass."""
+    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], ws, x))
+    return sum(leaf.shape == ws[0].shape and not any(leaf.sharding.spec) for leaf in kept)
+
+
+@pytest.mark.many_devices
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable], ids=["nothing", "products"])
+@pytest.mark.parametrize("how", ["bf16", mpx.Fp8(min_extent=0)], ids=["bf16", "fp8"])
+def test_a_checkpoint_around_a_layer_keeps_no_gathered_weight_and_changes_no_bit(explicit_mesh, policy, how):
+    def loss(checkpoint):
+        layer = checkpoint(lambda x, w: jnp.tanh(x @ jax.sharding.reshard(w, P())))
+        return mpx.autocast(lambda ws, x: jnp.mean(functools.reduce(layer, ws, x)), how)
+
+    args = [on_rows(w) for w in WEIGHTS[:, :, :32]], on_rows(WEIGHTS[0, :16, 32:64])
+    kept, again = loss(lambda layer: layer), loss(functools.partial(jax.checkpoint, policy=policy))
+    assert whole_weights_kept(kept, *args) == 2
+    assert whole_weights_kept(again, *args) == 0
+    assert_same_bits(jax.grad(again)(*args), jax.grad(kept)(*args))
 
 
 # ---- the dtype of sums

@@ -194,7 +194,7 @@ def test_a_gathered_weight_is_kept_if_the_backward_pass_uses_what_the_forward_pa
     (finding,) = kept(use)
     assert finding.what == "Weights that were gathered for the forward pass are kept for the backward pass (1)"
     assert finding.bytes == 4 * SIZE
-    assert "mpx.autocast" in finding.remedy
+    assert "`jax.checkpoint(layer)`" in finding.remedy
     assert kept(use[:1]) == []
     assert kept(use, of=BACKWARD) == []
     assert kept(use, shard=(64, 512)) == []  # another array, such as a batch
@@ -237,7 +237,7 @@ def test_the_peak_of_a_program_that_does_not_fit_is_told_by_its_three_largest_gr
         ("f32[2048,1024]{1,0} negate(%a)" + FORWARD, "Keep activations in fewer bits"),
         ("f32[2048,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),
         ("bf16[1024,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),
-        ("f32[4096,1024]{1,0} all-gather(%s), " + MANY, "Gather each weight in its layer"),
+        ("f32[4096,1024]{1,0} all-gather(%s), " + MANY, "Gather each weight in a checkpoint"),
     ],
 )
 def test_what_the_peak_holds_has_a_remedy_of_its_own(array, remedy):

@@ -173,8 +173,7 @@ def memory_plan(
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     specs = parameter_specs(arrays, specs, on, along, "memory_plan")
     # Shapes without their shardings, since the plan has a mesh of its own.
-    unplaced = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    params = jax.tree.map(unplaced, jax.eval_shape(lambda tree: tree, arrays))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda tree: tree, arrays))
     policy = None if policy is None else as_policy(policy, "memory_plan")
     params = params if policy is None else policy.cast_to_param(params)
     trained, others = _trees.map_unzip(
@@ -248,9 +247,9 @@ def _array_or_none(leaf: Any) -> Any:
 def _sent(parameters: Iterable[Entry], narrow: Iterable[Entry], policy: Policy | None, axis: str) -> tuple[int, int]:
     """Return the bytes that all-gathers of a step write and that its sums of gradients read, on one device.
 
-    With `zero1` these are the new parameters. Else they are the weights, gathered for the forward pass and again for
-    the backward pass, along every axis that shards them, in the narrower of their own and the compute dtype. Sums are
-    as `autocast` computes them.
+    With `zero1` these are the new parameters. Else they are the weights, which layers in checkpoints gather for either
+    pass, along every axis that shards them, in the narrower of their own and the compute dtype. Sums are as `autocast`
+    computes them.
     """
     gathered = summed = 0
     reduced = None if policy is None else policy.reduce_dtype

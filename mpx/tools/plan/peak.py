@@ -66,15 +66,21 @@ def peak_of(
 
     tokens, queries = batch * sequence, min(width, max(1, width // max(keys, 128)))  # of a group
     gathered = narrow * is_gathered
-    # Weights of a layer and of the next one, on their way. Both factors of a gated activation and their gradients; ten
-    # float32 arrays as wide as the layer, such as its input, norms, queries and their gradients; scores of attention in
-    # float32, rounded, and the gradients of both.
-    activations = tokens * (4 * narrow * hidden + 40 * width + queries * sequence * (4 + 3 * narrow))
-    at_layer = {"gathered weights": 2 * gathered * in_a_layer, "activations": activations}
-    # The gradient of the head before each device gets its part; gradients of half the logits; four such arrays.
-    activations = tokens * (narrow * head // max(2 * width, 1) + 16 * width)
-    weights = {"gathered weights": gathered * head, "whole gradients": wide * head * is_gathered}
-    peak = max(at_layer, weights | {"activations": activations}, key=lambda moment: sum(moment.values()))
+    of_layer = [  # bytes of a token
+        4 * narrow * hidden,  # both factors of a gated activation, and their gradients
+        10 * 4 * width,  # float32 arrays as wide as the layer: its input, norms, queries and their gradients, and so on
+        4 * queries * sequence,  # scores of attention in float32
+        3 * narrow * queries * sequence,  # the same rounded, and the gradients of both
+    ]
+    of_head = [
+        narrow * head // max(2 * width, 1),  # gradients of half of the logits
+        4 * 4 * width,  # float32 arrays as wide as a layer
+    ]
+    # A layer has the weights of the next one too, on their way; the head its gradient, before each device gets a part.
+    at_layer = {"gathered weights": 2 * gathered * in_a_layer, "activations": tokens * sum(of_layer)}
+    at_head = {"gathered weights": gathered * head, "whole gradients": wide * head * is_gathered}
+    at_head["activations"] = tokens * sum(of_head)
+    peak = max(at_layer, at_head, key=lambda moment: sum(moment.values()))
     how, bytes_kept = _KEPT[kept]
     peak["activations"] += layers * tokens * width * bytes_kept
     peak["margin"] = int(_MARGIN * (held + sum(peak.values())))

@@ -52,8 +52,12 @@ def narrowed_to(array: Instruction, uses: Uses) -> str | None:
 
 def is_taken_in_parts(array: Instruction, uses: Uses) -> bool:
     """Return whether each kernel that uses an array needs at most half of it, another part on each device."""
-    size = lambda x: math.prod(x.shapes[0].dims)
-    is_half = lambda x, user: user is not None and user.op == "dynamic-slice" and 2 * size(user) <= size(x)
+
+    def is_half(x, user):
+        if user is None or user.op != "dynamic-slice":
+            return False
+        return 2 * math.prod(user.shapes[0].dims) <= math.prod(x.shapes[0].dims)
+
     halves = [is_half(x, user) for x, user in _ends(array, uses, _stays_whole)]
     return bool(halves) and all(halves)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._dtypes import bytes_of
-from mpx._inspect.check_chain import GRADIENT, Value, followed
+from mpx._inspect.check_chain import GRADIENT, OLD, Value, followed
 from mpx.tools.program.dataflow import Uses, arrays_of, is_taken_in_parts, joined_in, narrowed_to
 from mpx.tools.program.kernels import Kernel, Program, dtype_of_product, products_in, totals
 from mpx.tools.program.memory import Array, Memory
@@ -27,8 +27,9 @@ _MANY = 0.1  # of all FLOPs: a program with so many narrow products is meant to 
 Type = tuple[tuple[int, ...], str]  # the shape and the dtype of an array
 Found = list[tuple[Kernel, int, str]]  # kernels, how many of their bytes are found fault with, and a dtype
 _GATHER_AGAIN = (
-    "Gather each weight in its layer (`jax.sharding.reshard`, `jax.lax.with_sharding_constraint`): `mpx.autocast` then "
-    "gathers it again for the backward pass. So does a `jax.checkpoint` around the gather and its product."
+    "Gather each weight in a checkpoint around its layer, which gathers it again for the backward pass: "
+    "`jax.checkpoint(layer)`, or `jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)`, which computes "
+    "no product twice."
 )
 
 
@@ -137,7 +138,7 @@ def _worth_a_word(found: Found, what: str, remedy: str, least: float = 0) -> Ite
 
 def of_chain(program: Any) -> Iterator[Finding]:
     """Yield what a training step changes between `value_and_grad`, the chain of its optimizer and its parameters."""
-    _, received, landed = followed(program, [Value(is_old=True)] * len(program.in_avals))
+    _, received, landed = followed(program, [Value(OLD)] * len(program.in_avals))
     seen = [value for value in received if value.origin == GRADIENT] + landed
     for (origin, by), count in Counter((value.origin, value.changed_by) for value in seen if value.changed_by).items():
         if origin == GRADIENT:
@@ -150,8 +151,7 @@ def of_chain(program: Any) -> Iterator[Finding]:
 
 def of_donation(step: CompiledStep, names: Sequence[str]) -> Iterator[Finding]:
     """Yield arguments that come back and are not donated, and donated buffers that XLA copies."""
-    of_position = lambda argument: argument.position
-    arguments = {i: list(leaves) for i, leaves in itertools.groupby(step.arguments, of_position)}
+    arguments = {i: list(leaves) for i, leaves in itertools.groupby(step.arguments, lambda leaf: leaf.position)}
     free = Counter(step.results) - Counter(leaf.type for leaf in step.arguments if leaf.is_donated)
     for i, leaves in arguments.items():
         kept = [leaf for leaf in leaves if not leaf.is_donated]
@@ -263,8 +263,7 @@ def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
 def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
     """Yield optimizer states in 8 bits that devices gather."""
     size = lambda kernel: sum(n for dtype, n in kernel.sent_by_dtype.items() if dtype in ("s8", "u8", "u32"))
-    is_state = lambda x: jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
-    if any(map(is_state, step.arguments)):
+    if any(jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1 for x in step.arguments):
         yield from _worth_a_word(
             [(kernel, size(kernel), "") for _, kernel in _sent(step, "all-gather") if size(kernel)],
             "Devices gather an optimizer state in 8 bits, whose blocks reach over several of them",

@@ -248,7 +248,10 @@ def _axes(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
 
 def _first_group(collective: Instruction) -> list[int]:
     """Return a group of devices of a collective; XLA writes groups in three forms."""
-    numbers = lambda text: [int(number) for number in re.findall(r"\d+", text or "")]
+
+    def numbers(text):
+        return [int(number) for number in re.findall(r"\d+", text or "")]
+
     listed = collective.attribute(r"replica_groups=\{\{([\d,]*)\}")
     if listed is not None:
         return numbers(listed)

@@ -292,10 +292,14 @@ def _lowered(
     given = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
     if beyond := [position for position in given if not -len(args) <= position < len(args)]:
         raise ValueError(f"`step_report`: the step has {len(args)} arguments, so none at {beyond} can be donated.")
-    arrays_of = lambda tree: jax.tree.map(lambda leaf: leaf if _trees.is_array(leaf) else None, tree)
+
+    def arrays_of(tree):
+        return jax.tree.map(lambda leaf: leaf if _trees.is_array(leaf) else None, tree)
+
+    def put(array, leaf):
+        return leaf if array is None else array
 
     def of_arrays(*argument):  # the name that XLA gives each array
-        put = lambda array, leaf: leaf if array is None else array
         return arrays_of(step(*jax.tree.map(put, argument, args, is_leaf=lambda leaf: leaf is None)))
 
     traced = jax.jit(of_arrays, donate_argnums=donate_argnums).trace(*arrays_of(args))
@@ -308,7 +312,10 @@ def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:
     if not leaves:
         raise ValueError("`step_report`: a step without arrays among its arguments has no device to be compiled for.")
     kind = devices[0].device_kind
-    is_there = lambda mesh: isinstance(mesh, Mesh) and not mesh.empty and mesh.devices.flat[0].device_kind == kind
+
+    def is_there(mesh):
+        return isinstance(mesh, Mesh) and not mesh.empty and mesh.devices.flat[0].device_kind == kind
+
     mesh = next(filter(is_there, [*map(_mesh_of, leaves), jax.sharding.get_mesh()]), Mesh(devices, ("device",)))
 
     def placed(leaf):

@@ -1,0 +1,81 @@
+"""The border of a program inside: values that 16 bits represent cross it in 16 bits, where that costs no precision.
+
+So there is no float32 copy of a stack of layers, and a checkpoint keeps 16 bits.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from mpx._autocast.plan import Demand, Settings
+from mpx._autocast.tags import Tag
+from mpx._autocast.wide_gradients import with_derivative_of
+
+
+class Crossing(NamedTuple):
+    """How a value crosses the border of a program inside."""
+
+    dtype: np.dtype | None = None  # 16 bits; None for its own
+    gradient_in: np.dtype | None = None  # the dtype of a weight's gradient, if a carrier beside the weight gets it
+
+
+AS_IT_IS = Crossing()
+
+
+class Carried(NamedTuple):
+    """A weight in 16 bits beside a carrier of its gradient: JAX gives a gradient its value's dtype."""
+
+    carrier: jax.Array  # zeros that nobody reads
+    weight: jax.Array
+
+
+def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.dtype | None:
+    """Return the 16-bit dtype that a value has while it crosses the border of a program inside, or None for its own.
+
+    Nothing is lost on the way in. On the way back its cotangent, the float32 sum over all uses inside, is rounded once.
+    For weights and for copies of one value that is allowed only if the cotangent was rounded already. So the gradients
+    that a user gets lose nothing, and sums of cotangents are complete before they are rounded.
+    """
+    if tag.is_argument and settings.has_wide_gradients:
+        return None
+    is_allowed = rounded_to == tag.representable_in or not (tag.is_argument or tag.is_copied)
+    return tag.representable_in if is_allowed else None
+
+
+def crossing(tag: Tag, demand: Demand, settings: Settings, gradient_in: np.dtype | None = None) -> Crossing:
+    """Return how a value crosses: a weight that is to have a float32 gradient beside a carrier of that."""
+    if tag.is_narrow_weight and settings.has_wide_gradients:
+        return Crossing(tag.representable_in, gradient_in or np.dtype(np.float32))
+    return Crossing(travels_in(tag, demand.rounded_to, settings))
+
+
+def packed(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
+    """Return values as they cross the border of a program."""
+    return [_packed(x, how) for x, how in zip(values, crossings, strict=True)]
+
+
+def unpacked(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
+    """Return values in float32 behind the border of a program."""
+    return [_unpacked(x, how) for x, how in zip(values, crossings, strict=True)]
+
+
+def _packed(x: Any, how: Crossing) -> Any:
+    if how.dtype is None or isinstance(x, Carried):
+        return x
+    if how.gradient_in is None:
+        return lax.convert_element_type(x, how.dtype)
+    carrier = with_derivative_of(x, lax.full_like(x, 0))
+    weight = lax.stop_gradient(lax.convert_element_type(x, how.dtype))
+    return Carried(lax.convert_element_type(carrier, how.gradient_in), weight)
+
+
+def _unpacked(x: Any, how: Crossing) -> Any:
+    if how.dtype is None:
+        return x
+    if not isinstance(x, Carried):
+        return lax.convert_element_type(x, np.float32)
+    carrier, weight = (lax.convert_element_type(part, np.float32) for part in x)
+    return with_derivative_of(carrier, weight)

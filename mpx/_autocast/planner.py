@@ -1,0 +1,175 @@
+"""Decide what `autocast` does to each equation of a program, before anything runs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
+
+from mpx._autocast import contraction, fp8
+from mpx._autocast import precision as precisions
+from mpx._autocast.border import travels_in
+from mpx._autocast.control_flow import HANDLERS
+from mpx._autocast.demand import with_demands
+from mpx._autocast.plan import DECIDED, UNUSED, CastPlan, Demand, Settings, Step
+from mpx._autocast.precision import ContractionPrecision
+from mpx._autocast.rules import DEFAULT_RULES
+from mpx._autocast.tags import UNKNOWN, Tag, followed, is_smaller, tag_of_elements
+from mpx._jaxprs import count_uses, is_f32, is_literal, open_jaxpr, propagate, with_results_read
+from mpx._primitives import facts_of
+
+
+class Planner:
+    """Plans jaxprs, each once for the same tags."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._constants_in = settings.precision.dtype if settings.precision.is_narrow else None
+        self._plans: dict[tuple[int, tuple[Tag, ...], tuple[bool, ...]], CastPlan] = {}
+
+    def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None) -> CastPlan:
+        """Return the plan of an open or closed jaxpr whose inputs have these tags.
+
+        `results` are the variables of its results around it: nobody reads a `DropVar`.
+        """
+        is_read = tuple(not isinstance(v, jex_core.DropVar) for v in results or open_jaxpr(jaxpr).outvars)
+        key = id(jaxpr), in_tags, is_read  # the program that is planned holds the jaxpr, so that no other gets this id
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(with_results_read(jaxpr, is_read), in_tags, {})
+        return self._plans[key]
+
+    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], transfers: Mapping[int, np.dtype]) -> CastPlan:
+        """Plan a jaxpr. `transfers` has the 16-bit dtypes of values that go to other devices, by ids of equations."""
+        steps: list[Step] = []
+        program = open_jaxpr(jaxpr)
+        uses = count_uses(program)
+
+        def used_once(variables: Sequence[Any], tags: Sequence[Tag]) -> tuple[Tag, ...]:
+            """Return tags of values: with several uses, cotangents are added up before a contraction rounds them."""
+            pairs = zip(variables, tags, strict=True)
+            several = {"is_product": False, "gradient_in": None}
+            return tuple(tag if is_literal(v) or uses[v] < 2 else tag._replace(**several) for v, tag in pairs)
+
+        def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
+            transfer_in = transfers.get(id(eqn))
+            if eqn.primitive.name in HANDLERS:
+                eqn = eqn.replace(outvars=[v if uses[v] else jex_core.DropVar(v.aval) for v in eqn.outvars])
+            steps.append(self._step(eqn, used_once(eqn.invars, tags), transfer_in))
+            return steps[-1].out_tags
+
+        out_tags = used_once(program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN))
+        decided, demands = with_demands(program, steps)
+        new = _narrow_transfers(decided, demands)
+        # What is used of a value is known from the end of the program, its tag from the start. A value that will be
+        # narrowed before its transfer is representable after it, which may change decisions behind it: so once more.
+        # This ends, since each time there are more such transfers.
+        if new:
+            return self._make_plan(jaxpr, in_tags, {**transfers, **new})
+        return CastPlan(jaxpr, decided, in_tags, out_tags, tuple(demands.get(v, UNUSED) for v in program.invars))
+
+    def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None) -> Step:
+        name = eqn.primitive.name
+        rule = self.settings.rules.get(name, "keep")
+        is_decided = DECIDED in str(eqn.source_info.name_stack)
+        if rule == "follow":
+            results = followed(eqn, tags, self._constants_in)
+            if transfer_in is not None:
+                narrow = results[0]._replace(representable_in=transfer_in)
+                return Step(eqn, "transfer", precisions.precision_of_dtype(transfer_in), tags, (narrow,))
+            # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
+            dtype = travels_in(results[0], None, self.settings) if name == "name" and not is_decided else None
+            if dtype is not None:
+                return Step(eqn, "narrow", precisions.precision_of_dtype(dtype), tags, results)
+            return Step(eqn, "keep", None, tags, results)
+        if is_decided:
+            return _kept(eqn, tags, "decided by an autocast or full_precision inside")
+        if rule == "enter":
+            return self._entered(eqn, tags)
+        if rule == "narrow":
+            return self._narrowed(eqn, tags)
+        # The user's table turns off a default rule. Without a default there is nothing to tell.
+        if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
+            return _kept(eqn, tags, f"the rule for {name} is {rule}")
+        if name == "add" and _adds_a_bias(eqn, tags):
+            return Step(eqn, "round_cotangent", None, tags, (UNKNOWN,))
+        if facts_of(eqn).runs == "custom":
+            return _kept(eqn, tags, "a custom derivative belongs to the function that its author wrote")
+        return _kept(eqn, tags, f"autocast does not enter {name}")
+
+    def _entered(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
+        """Plan an operation that holds programs. Its literal operands may be representable."""
+        tags = tuple(
+            tag_of_elements(eqn, [(v, tag)], v, self._constants_in) if is_literal(v) else tag
+            for v, tag in zip(eqn.invars, tags, strict=True)
+        )
+        plans, out_tags = HANDLERS[eqn.primitive.name].plan(eqn, tags, self.plan)
+        # Where nothing changes inside, there is nothing to rebuild: the operation runs as traced.
+        action = "enter" if any(plan.changes for plan in plans) else "keep"
+        return Step(eqn, action, None, tags, out_tags, plans)
+
+    def _narrowed(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
+        asked = [tag.precision for tag in tags if tag.precision is not None]
+        precision = precisions.widest(asked) if asked else self.settings.precision
+        if not precision.changes:
+            reason = "an override of the policy asks for f32" if asked else f"{precision.name} is asked for"
+            return _kept(eqn, tags, "this device has no TF32" if precision.name == "tf32" else reason)
+        is_product, why_16_bits = facts_of(eqn).contraction, None
+        reason = contraction.why_kept(eqn, precision, tags) if is_product else _why_elementwise_kept(eqn, precision)
+        if reason is not None:
+            if not is_product or not precision.is_narrow or not contraction.may_be_mapped(eqn, reason, tags):
+                return _kept(eqn, tags, reason)
+            kept = _kept(eqn, tags, f"{reason}; narrowed where a `jax.vmap` around makes a matrix of it")
+            return kept._replace(action="map", precision=precision.fallback)
+        if precision.fp8 is not None:
+            why_16_bits = fp8.why_not(eqn, precision.fp8) if is_product else "FP8 is for matrix products"
+            precision = precision if why_16_bits is None else precision.fallback
+        elif asked and self.settings.precision.fp8 is not None:
+            why_16_bits = f"an override of the policy asks for {precision.name}"
+        narrow = Tag(precision.dtype, is_product=is_product) if precision.is_narrow else UNKNOWN
+        out_tags = tuple(narrow if is_f32(v) else UNKNOWN for v in eqn.outvars)
+        return Step(eqn, "narrow", precision, tags, out_tags, reason=why_16_bits)
+
+
+def _narrow_transfers(steps: Sequence[Step], demands: Mapping[Any, Demand]) -> dict[int, np.dtype]:
+    """Return the equations, by id, that transfer in float32 what all uses round to a 16-bit dtype, with the dtype."""
+    found = {}
+    for step in filter(_is_wide_transfer, steps):
+        demand = demands.get(step.eqn.outvars[0])
+        dtype = None if demand is None else demand.used_in
+        if dtype is not None and step.in_tags[0].representable_in in (None, dtype):
+            found[id(step.eqn)] = dtype
+    return found
+
+
+def _is_wide_transfer(step: Step) -> bool:
+    """Return whether a step moves a float32 value to other devices."""
+    facts = facts_of(step.eqn)
+    moves_one = facts.communicates and facts.moves in ("same", "received") and len(step.eqn.invars) == 1
+    return moves_one and step.action == "keep" and is_f32(step.eqn.invars[0])
+
+
+def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:
+    return Step(eqn, "keep", None, tags, (UNKNOWN,) * len(eqn.outvars), reason=reason)
+
+
+def _why_elementwise_kept(eqn: JaxprEqn, precision: ContractionPrecision) -> str | None:
+    """Return why an operation other than a contraction cannot be narrowed, as a user's table asks; or None."""
+    if not precision.is_narrow:
+        return f"{precision.name} is for contractions"
+    if not any(is_f32(v) for v in eqn.invars) or not all(is_f32(v) for v in eqn.outvars):
+        return "operands and results are not float32"
+    return None
+
+
+def _adds_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
+    """Return whether an addition adds a bias, copies of a smaller array, to the result of a narrowed contraction.
+
+    The contraction rounds the cotangent. XLA would write it in float32 too, to add up the bias's gradient.
+    """
+    result, pairs = eqn.outvars[0], list(zip(eqn.invars, tags, strict=True))
+    is_bias = lambda v, tag: not is_literal(v) and (tag.is_copied or is_smaller(v, result))
+    return any(
+        tag.is_product and not is_smaller(v, result) and is_bias(*other)
+        for (v, tag), other in zip(pairs, pairs[::-1], strict=True)
+    )
