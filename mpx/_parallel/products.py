@@ -16,7 +16,7 @@ from mpx._jaxprs import flatten, is_literal, open_jaxpr, part_of
 from mpx._primitives import facts_of
 from mpx._stored.blocks import returns_its_operand
 
-Var = jex_core.Var
+Var = Any  # a variable of a program: `jax.extend.core.Var`, whose types know less than it does
 
 
 class Part(NamedTuple):
@@ -147,7 +147,7 @@ def _products(eqns: Sequence[JaxprEqn]) -> list[tuple[int, Any]]:
     """Return how many matrices each product or factorization in equations has, and the shapes of one of them."""
     found: list[tuple[int, Any]] = []
     for eqn in eqns:
-        shapes = [getattr(v.aval, "shape", ()) for v in eqn.invars]
+        shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in eqn.invars]
         if eqn.primitive.name == "dot_general":
             (contracted, _), batch = eqn.params["dimension_numbers"]
             one = [tuple(n for i, n in enumerate(s) if i not in b) for s, b in zip(shapes, batch, strict=True)]

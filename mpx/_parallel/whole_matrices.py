@@ -145,7 +145,8 @@ def _update(
     for alike in groups:
         _run(alike, values, jax.tree.leaves(updates), multiply, sender)
     run_equations(program, after, values)
-    return jax.tree.unflatten(tree, [v.val if is_literal(v) else values[v] for v in program.outvars])
+    results: list[Var] = list(program.outvars)
+    return jax.tree.unflatten(tree, [v.val if is_literal(v) else values[v] for v in results])
 
 
 def _run(alike: Alike, values: dict[Var, Any], leaves: list[Any], multiply: Any, sender: "_Sender") -> None:
