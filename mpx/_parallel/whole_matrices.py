@@ -51,8 +51,8 @@ def whole_matrices(
     are in, so that one device has at most one of them more than another. Each is multiplied by itself: a rule may
     mix all of a leaf before or after its products, not between them.
 
-    The mesh is that of `jax.set_mesh`, or of arrays on explicit axes; call it under `jax.jit` or eagerly, not inside
-    `jax.shard_map`. On one device the loop saves memory.
+    Axes may be explicit or automatic, and parameters divided in any way; if each device has all of them, put `zero1`
+    around. Call it under `jax.jit` or eagerly, not inside `jax.shard_map`. On one device the loop saves memory.
 
     Args:
         inner: any Optax transformation or chain: `optax.contrib.muon`. Without it this is an element of `chain`. Leaves
@@ -66,8 +66,8 @@ def whole_matrices(
         A transformation with the state of `inner`.
 
     Raises:
-        ValueError: if the mesh has no such axis, or none is set though parameters lie on several devices; if the rule
-            multiplies matrices of several leaves with each other, or matrices across the first axes of a leaf.
+        ValueError: at `update`, if the mesh has no such axis; if the rule multiplies matrices of several leaves with
+            each other, or mixes those of a stack between its products; inside `jax.shard_map`.
 
     Example:
         >>> tx = whole_matrices(optax.contrib.muon(1e-3), products="bf16", sent="bf16")
@@ -87,17 +87,14 @@ def whole_matrices(
     multiply(len)  # so that a wrong setting raises here
     names = (axis,) if isinstance(axis, str) else axis if axis is None else tuple(axis)
 
-    def init_fn(params):
-        _require_mesh(params, names)
-        return inner.init(params)
-
     def update_fn(updates, state, params=None, **extra_args):
         params = None if params is None else _errors.trained(params, updates)
         given = (updates, state, params, extra_args)
-        _require_mesh(given, names)
+        mesh = _mesh_of(given, names)
         arrays, put = _trees.partition_leaves(given, _trees.is_array)
         specs = [sharding and sharding.spec for sharding in map(explicit_sharding, _weights(updates, params))]
-        update = lambda arrays: _update(inner, *put(arrays), multiply, (names, sent, specs))
+        how = mesh, names, sent, specs
+        update = lambda arrays: _update(inner, *put(arrays), multiply, how)
         if not (shardings := list(filter(None, map(explicit_sharding, arrays)))):
             return update(arrays)
         mesh = shardings[0].mesh
@@ -107,7 +104,7 @@ def whole_matrices(
         placed = jax.tree.unflatten(jax.tree.structure(updates), of_updates), of_state
         return in_auto(update, mesh, placed)(arrays)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
 def _weights(updates: Any, params: Any) -> list[Any]:
@@ -116,22 +113,19 @@ def _weights(updates: Any, params: Any) -> list[Any]:
     return [of_path[path] for path in _trees.leaves_by_path(updates)]
 
 
-def _require_mesh(given: Any, names: Sequence[str] | None) -> None:
-    """Raise unless the mesh is known, and has the axes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.manual_axes:
+def _mesh_of(given: Any, names: Sequence[str] | None) -> Any:
+    """Return the mesh that is set, or else that of the arrays; raise unless its axes can divide them."""
+    now = jax.sharding.get_abstract_mesh()
+    if now.manual_axes:
         raise ValueError(
-            f"`whole_matrices`: this is inside `jax.shard_map` over {', '.join(map(repr, mesh.manual_axes))}, where a "
-            "device sees its own part only. Call `init` and `update` outside of it, under `jax.jit`."
+            f"`whole_matrices`: this is inside `jax.shard_map` over {', '.join(map(repr, now.manual_axes))}, where a "
+            "device sees its own part only. Call `update` outside of it, under `jax.jit`."
         )
-    arrays = [x for x in jax.tree.leaves(given) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
-    if mesh.empty and any(len(x.sharding.device_set) > 1 and explicit_sharding(x) is None for x in arrays):
-        raise ValueError(
-            "`whole_matrices`: arrays lie on several devices, but no mesh is set. Call `init` and `update` under "
-            "`with jax.set_mesh(mesh):`."
-        )
+    of_types = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(given) if isinstance(x, jax.Array)]
+    mesh = next((mesh for mesh in (now, *of_types) if not mesh.empty), now)
     if not mesh.empty and not {*(names or ())} <= {*mesh.axis_names}:
         raise ValueError(f"`whole_matrices`: the mesh has the axes {mesh.axis_names}, but `axis` is {names}.")
+    return mesh
 
 
 def _update(
@@ -191,8 +185,9 @@ class _Sender(NamedTuple):
     leaves: list[Any]  # arrays that are divided so
 
     @classmethod
-    def of(cls, names: Sequence[str] | None, *others: Any) -> "_Sender":
-        mesh = jax.sharding.get_abstract_mesh()
+    def of(cls, mesh: Any, names: Sequence[str] | None, *others: Any) -> "_Sender":
+        now = jax.sharding.get_abstract_mesh()  # axes that are explicit outside are automatic now
+        mesh = mesh if now.empty else now
         return cls(mesh, () if mesh.empty else tuple(mesh.axis_names if names is None else names), *others)
 
     @property
