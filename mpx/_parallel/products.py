@@ -177,7 +177,8 @@ def programs_of_one(rule: Any, init: Any, updates: Any, params: Any, parts: Sequ
 
     `rule` takes gradients, state and parameters, and `init` makes the state.
     """
-    shapes, names, axes = [np.shape(x) for x in jax.tree.leaves(updates)], list(_trees.path_names(updates).values()), {}
+    names, leaves, axes = list(_trees.path_names(updates).values()), _trees.leaves_by_path(updates), {}
+    paths, shapes = list(leaves), list(map(np.shape, leaves.values()))
     own = [part for part in parts if part.leaves]  # XLA divides products of the state alone
     for part in own:
         if part.leaves[1:]:
@@ -188,10 +189,10 @@ def programs_of_one(rule: Any, init: Any, updates: Any, params: Any, parts: Sequ
                 "rule, by `optax.partition`."
             )
         shape = shapes[part.leaves[0]]
-        axes[part.leaves[0]] = next((k for k in range(len(shape)) if math.prod(shape[:k]) == part.count), 0)
-    one = lambda i, x: jax.ShapeDtypeStruct((1,) * axes[i] + np.shape(x)[axes[i] :], x.dtype) if i in axes else x
-    one_of = lambda t: jax.tree.unflatten(jax.tree.structure(t), [one(i, x) for i, x in enumerate(jax.tree.leaves(t))])
-    updates, params = one_of(updates), None if params is None else one_of(params)
+        axes[paths[part.leaves[0]]] = next((k for k in range(len(shape)) if math.prod(shape[:k]) == part.count), 0)
+    shape = lambda path, x: (1,) * axes[path] + np.shape(x)[axes[path] :]
+    one = lambda path, x: jax.ShapeDtypeStruct(shape(path, x), x.dtype) if path in axes else x
+    updates, params = jax.tree.map_with_path(one, updates), jax.tree.map_with_path(one, params)
     state = jax.eval_shape(init, updates if params is None else params)
     program, _, _, of_one = traced(rule, (updates, state, params), [part.count for part in parts])
     alike: dict[Any, Alike] = {}

@@ -25,7 +25,7 @@ from mpx._autocast.transform import autocast
 from mpx._chain import element
 from mpx._fp8 import Fp8
 from mpx._jaxprs import closed_jaxpr, is_literal, run_equations
-from mpx._parallel.products import Alike, Var, programs_of_one, traced
+from mpx._parallel.products import Alike, Part, Var, programs_of_one, traced
 from mpx._policy import Policy
 from mpx._shardings import explicit_sharding, in_auto
 
@@ -51,8 +51,8 @@ def whole_matrices(
     are in, so that one device has at most one of them more than another. Each is multiplied by itself: a rule may
     mix all of a leaf before or after its products, not between them.
 
-    The mesh is that of `jax.set_mesh`, or of arrays on explicit axes; call it under `jax.jit` or eagerly, not inside
-    `jax.shard_map`. On one device the loop saves memory.
+    Axes may be explicit or automatic, and parameters divided in any way; if each device has all of them, put `zero1`
+    around. Call it under `jax.jit` or eagerly, not inside `jax.shard_map`. On one device the loop saves memory.
 
     Args:
         inner: any Optax transformation or chain: `optax.contrib.muon`. Without it this is an element of `chain`. Leaves
@@ -66,8 +66,8 @@ def whole_matrices(
         A transformation with the state of `inner`.
 
     Raises:
-        ValueError: if the mesh has no such axis, or none is set though parameters lie on several devices; if the rule
-            multiplies matrices of several leaves with each other, or matrices across the first axes of a leaf.
+        ValueError: at `update`, if the mesh has no such axis; if the rule multiplies matrices of several leaves with
+            each other, or mixes those of a stack between its products; inside `jax.shard_map`.
 
     Example:
         >>> tx = whole_matrices(optax.contrib.muon(1e-3), products="bf16", sent="bf16")
@@ -87,49 +87,51 @@ def whole_matrices(
     multiply(len)  # so that a wrong setting raises here
     names = (axis,) if isinstance(axis, str) else axis if axis is None else tuple(axis)
 
-    def init_fn(params):
-        _require_mesh(params, names)
-        return inner.init(params)
-
     def update_fn(updates, state, params=None, **extra_args):
+        params = None if params is None else _errors.trained(params, updates)
         given = (updates, state, params, extra_args)
-        _require_mesh(given, names)
+        mesh = _mesh_of(given, names)
         arrays, put = _trees.partition_leaves(given, _trees.is_array)
-        specs = [sharding and sharding.spec for sharding in map(explicit_sharding, jax.tree.leaves(updates))]
-        update = lambda arrays: _update(inner, *put(arrays), multiply, _Sender.of(names, sent, specs))
-        shardings = list(filter(None, map(explicit_sharding, arrays)))
-        if not shardings:
+        specs = [sharding and sharding.spec for sharding in map(explicit_sharding, _weights(updates, params))]
+        how = mesh, names, sent, specs
+        update = lambda arrays: _update(inner, *put(arrays), multiply, how)
+        if not (shardings := list(filter(None, map(explicit_sharding, arrays)))):
             return update(arrays)
-        everywhere = NamedSharding(shardings[0].mesh, PartitionSpec())
-        placed = jax.tree.map(lambda x: explicit_sharding(x) or everywhere, (updates, state))
-        return in_auto(update, shardings[0].mesh, placed)(arrays)
+        mesh = shardings[0].mesh
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        of_updates = [NamedSharding(mesh, spec) if spec else everywhere for spec in specs]
+        of_state = jax.tree.map(lambda x: explicit_sharding(x) or everywhere, state)
+        placed = jax.tree.unflatten(jax.tree.structure(updates), of_updates), of_state
+        return in_auto(update, mesh, placed)(arrays)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
-def _require_mesh(given: Any, names: Sequence[str] | None) -> None:
-    """Raise unless the mesh is known, and has the axes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.manual_axes:
+def _weights(updates: Any, params: Any) -> list[Any]:
+    """Return the parameter of each gradient, or else the gradient itself."""
+    of_path = _trees.leaves_by_path(updates) | _trees.leaves_by_path(params)
+    return [of_path[path] for path in _trees.leaves_by_path(updates)]
+
+
+def _mesh_of(given: Any, names: Sequence[str] | None) -> Any:
+    """Return the mesh that is set, or else that of the arrays; raise unless its axes can divide them."""
+    now = jax.sharding.get_abstract_mesh()
+    if now.manual_axes:
         raise ValueError(
-            f"`whole_matrices`: this is inside `jax.shard_map` over {', '.join(map(repr, mesh.manual_axes))}, where a "
-            "device sees its own part only. Call `init` and `update` outside of it, under `jax.jit`."
+            f"`whole_matrices`: this is inside `jax.shard_map` over {', '.join(map(repr, now.manual_axes))}, where a "
+            "device sees its own part only. Call `update` outside of it, under `jax.jit`."
         )
-    arrays = [x for x in jax.tree.leaves(given) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
-    if mesh.empty and any(len(x.sharding.device_set) > 1 and explicit_sharding(x) is None for x in arrays):
-        raise ValueError(
-            "`whole_matrices`: arrays lie on several devices, but no mesh is set. Call `init` and `update` under "
-            "`with jax.set_mesh(mesh):`."
-        )
+    of_types = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(given) if isinstance(x, jax.Array)]
+    mesh = next((mesh for mesh in (now, *of_types) if not mesh.empty), now)
     if not mesh.empty and not {*(names or ())} <= {*mesh.axis_names}:
         raise ValueError(f"`whole_matrices`: the mesh has the axes {mesh.axis_names}, but `axis` is {names}.")
+    return mesh
 
 
 def _update(
-    inner: Any, updates: Any, state: Any, params: Any, extra_args: Any, multiply: Any, sender: "_Sender"
+    inner: Any, updates: Any, state: Any, params: Any, extra_args: Any, multiply: Any, how: tuple[Any, ...]
 ) -> Any:
     """Return what `inner.update` returns."""
-    params = None if params is None else _errors.trained(params, updates)
     rule = lambda *given: inner.update(*given, **extra_args)
     program, values, tree, parts = traced(rule, (updates, state, params))
     groups = programs_of_one(rule, inner.init, updates, params, parts) if parts else []
@@ -142,35 +144,35 @@ def _update(
         if id(eqn) not in moved:
             (after if is_late else before).append(eqn)
     run_equations(program, before, values)
+    sender = _Sender.of(*how, _weights(updates, params))
     for alike in groups:
-        _run(alike, values, jax.tree.leaves(updates), multiply, sender)
+        _run(alike, values, multiply, sender)
     run_equations(program, after, values)
     results: list[Var] = list(program.outvars)
     return jax.tree.unflatten(tree, [v.val if is_literal(v) else values[v] for v in results])
 
 
-def _run(alike: Alike, values: dict[Var, Any], leaves: list[Any], multiply: Any, sender: "_Sender") -> None:
+def _run(alike: Alike, values: dict[Var, Any], multiply: Any, sender: "_Sender") -> None:
     """Run alike parts, and add their results to `values`."""
     first, of_one = alike.parts[0], alike.of_one
     program = jex_core.jaxpr_as_fun(closed_jaxpr(of_one))
     as_traced = lambda x, v: x if x.dtype == v.aval.dtype else x.astype(v.aval.dtype)
     product = multiply(lambda *args: program(*map(as_traced, args, of_one.invars)))
     stacks_of = lambda inputs: [x for x, stacked in zip(inputs, alike.is_stack, strict=True) if stacked]
-    of_leaf = lambda part: (part.leaves[0], leaves[part.leaves[0]])
 
     def of_matrices(matrices):
         given, pairs = iter(matrices), zip(first.inputs, alike.is_stack, strict=True)
         results = product(*[next(given) if stacked else values[v] for v, stacked in pairs])
-        is_leaf = [v.aval.shape == of_leaf(first)[1].shape for v in first.outputs]
+        is_leaf = [sender.is_of_leaf(v.aval, first) for v in first.outputs]
         return [sender.narrowed(y) if narrow else y for y, narrow in zip(results, is_leaf, strict=True)]
 
     def stacks(part):
-        given = [sender.there(values[v], *of_leaf(part)) for v in stacks_of(part.inputs)]
+        given = [sender.there(values[v], part) for v in stacks_of(part.inputs)]
         return [x.reshape(-1, *v.aval.shape) for x, v in zip(given, stacks_of(of_one.invars), strict=True)]
 
     for part, results in zip(alike.parts, sender.mapped(of_matrices, map(stacks, alike.parts)), strict=True):
         for v, y in zip(part.outputs, results, strict=True):
-            values[v] = sender.placed(y.reshape(v.aval.shape), *of_leaf(part)).astype(v.aval.dtype)
+            values[v] = sender.placed(y.reshape(v.aval.shape), part).astype(v.aval.dtype)
 
 
 class _Sender(NamedTuple):
@@ -179,12 +181,14 @@ class _Sender(NamedTuple):
     mesh: Any
     names: tuple[str, ...]  # the axes over which matrices are dealt out
     dtype: Any  # the dtype in which they are sent, or None
-    specs: list[PartitionSpec | None]  # how gradients are divided, where types say it
+    specs: list[PartitionSpec | None]  # how the leaves are divided, where types say it
+    leaves: list[Any]  # arrays that are divided so
 
     @classmethod
-    def of(cls, names: Sequence[str] | None, dtype: Any, specs: list[PartitionSpec | None]) -> "_Sender":
-        mesh = jax.sharding.get_abstract_mesh()
-        return cls(mesh, () if mesh.empty else tuple(mesh.axis_names if names is None else names), dtype, specs)
+    def of(cls, mesh: Any, names: Sequence[str] | None, *others: Any) -> "_Sender":
+        now = jax.sharding.get_abstract_mesh()  # axes that are explicit outside are automatic now
+        mesh = mesh if now.empty else now
+        return cls(mesh, () if mesh.empty else tuple(mesh.axis_names if names is None else names), *others)
 
     @property
     def devices(self) -> int:
@@ -195,19 +199,23 @@ class _Sender(NamedTuple):
         is_wider = self.dtype is not None and _trees.is_floating(x) and x.dtype.itemsize > self.dtype.itemsize
         return x.astype(self.dtype) if is_wider else x
 
-    def placed(self, x: jax.Array, leaf: int, like: jax.Array) -> jax.Array:
-        """Place an array as the gradient of its shape."""
-        if x.shape != like.shape or self.devices == 1 or not isinstance(like, jax.Array):
-            return x
-        if (spec := self.specs[leaf]) is not None:
-            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
-        return _placed_like(like, x) if isinstance(like, Tracer) else jax.device_put(x, like.sharding)
+    def is_of_leaf(self, x: Any, part: Part) -> bool:
+        """Return whether an array has the numbers of a leaf; what a rule measures of a matrix may need more bits."""
+        return x.shape == self.leaves[part.leaves[0]].shape
 
-    def there(self, x: jax.Array, leaf: int, like: jax.Array) -> jax.Array:
-        """Round an array where it lies. Only numbers of a leaf: what a rule measures of a matrix may need more bits."""
-        if x.shape != like.shape:
+    def there(self, x: jax.Array, part: Part) -> jax.Array:
+        """Round an array where it lies."""
+        return self.placed(self.narrowed(self.placed(x, part)), part) if self.is_of_leaf(x, part) else x
+
+    def placed(self, x: jax.Array, part: Part) -> jax.Array:
+        """Place an array where its leaf lies."""
+        spec, like = self.specs[part.leaves[0]], self.leaves[part.leaves[0]]
+        if not self.is_of_leaf(x, part) or self.devices == 1 or not isinstance(like, jax.Array):
             return x
-        return self.placed(self.narrowed(self.placed(x, leaf, like)), leaf, like)
+        if spec is not None:
+            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        is_divided = part.count % self.devices == 0
+        return _placed_like(like, x, is_divided) if isinstance(like, Tracer) else jax.device_put(x, like.sharding)
 
     def mapped(self, fun: Callable[..., Any], stacks: Iterable[list[jax.Array]]) -> list[Any]:
         """Map a function over the first axes of stacks; those that the devices do not divide become one."""
@@ -228,8 +236,8 @@ class _Sender(NamedTuple):
         count = len(stack[0])
         if missing := -count % self.devices:
             stack = [jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))]) for x in stack]
-            split = lambda x: x.reshape(-1, self.devices, *x.shape[1:])
-            join = lambda x: x.reshape(-1, *x.shape[2:])[:count]
+            split = lambda x: self._constrained(x.reshape(-1, self.devices, *x.shape[1:]), 0)
+            join = lambda x: self._constrained(x, 0).reshape(-1, *x.shape[2:])[:count]
         else:  # neighbours on one device, which it may have already
             split = lambda x: jnp.moveaxis(x.reshape(self.devices, -1, *x.shape[1:]), 0, 1)
             join = lambda x: jnp.moveaxis(x, 1, 0).reshape(-1, *x.shape[2:])
@@ -238,12 +246,16 @@ class _Sender(NamedTuple):
 
     def _dealt(self, x: jax.Array, *, back: bool = False) -> jax.Array:
         """Deal entries of the second axis out, over one axis of the mesh after the other: XLA knows no way over two."""
-        for i in sorted(range(len(self.names)), reverse=back):
-            is_all = i == len(self.mesh.axis_names) - 1
-            others = [] if is_all else [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
-            spec = PartitionSpec(None, self.names[: i + 1], *others)
-            x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        for count in sorted(range(1, len(self.names) + 1), reverse=back):
+            x = self._constrained(x, count)
         return x
+
+    def _constrained(self, x: jax.Array, count: int) -> jax.Array:
+        """Divide the second axis over the first axes of the mesh, and leave it to XLA how others divide a matrix."""
+        is_all = count == len(self.mesh.axis_names)
+        others = [] if is_all else [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
+        spec = PartitionSpec(None, self.names[:count] or None, *others)
+        return x if self.devices == 1 else lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
 def _one_by_one(fun: Callable[..., Any], stacks: list[jax.Array]) -> list[jax.Array]:
@@ -260,7 +272,7 @@ def _one_by_one(fun: Callable[..., Any], stacks: list[jax.Array]) -> list[jax.Ar
     return lax.fori_loop(0, len(stacks[0]), step, stacks)
 
 
-def _placed_like(like: jax.Array, x: jax.Array) -> jax.Array:
+def _placed_like(like: jax.Array, x: jax.Array, is_divided: bool) -> jax.Array:
     """Return an array that lies where another one does: on automatic axes only XLA's partitioner knows where."""
     from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 
@@ -269,8 +281,8 @@ def _placed_like(like: jax.Array, x: jax.Array) -> jax.Array:
         return mesh, lambda like, x: x, where, (where, where)
 
     second = custom_partitioning(lambda like, x: x)
-    # The result has the axes of `like`; where `x` lies, which devices just computed, says nothing about either.
     of_like, of_x = (ArrayMapping(*[f"{name}_{i}" for i in range(x.ndim)]) for name in ("like", "x"))
-    rule = SdyShardingRule((of_like, of_x), (of_like,))
+    # A stack that was dealt out by its first axis says nothing about where it belongs.
+    rule = SdyShardingRule((of_like, of_x if is_divided else of_like), (of_like,))
     second.def_partition(partition, sharding_rule=rule, decode_shardings=False)  # XLA may have some that JAX has not
     return second(like, x)

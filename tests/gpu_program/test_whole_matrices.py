@@ -46,7 +46,7 @@ STACKS = [(16, 512, 2048), (16, 2048, 512)]
 
 def sent(found, shapes=STACKS):
     """Return the bytes that a device sends for each parameter, by operation and dtype, but for a few numbers."""
-    count = sum(map(np.prod, shapes))
+    count = sum(np.prod(getattr(x, "shape", x)) for x in shapes)
     return {name: n / count for name, n in found.sent_by_kind.items() if n > 2**16}
 
 
@@ -102,3 +102,31 @@ def test_temporaries_are_a_few_matrices(h200, options, matrices):
     held = lambda rule: report(h200, rule, STACKS, "rows", AUTO).temporary_bytes / (4 * 512 * 2048)
     assert held(mpx.whole_matrices(muon(), **options)) < matrices
     assert held(muon()) > 30
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("is_fused", [False, True], ids=["", "fused"])
+def test_a_training_step_with_layers_in_a_scan_sends_no_more_for_it(h200, kind, is_fused):
+    """Twelve layers on eight devices are two rounds: sixteen matrices are sent, four of which are copies."""
+    mesh = Mesh(np.array(h200), ["data"], axis_types=(kind,))
+    everywhere = lambda w: (
+        jax.sharding.reshard(w, P()) if kind == EXPLICIT else jax.lax.with_sharding_constraint(w, P())
+    )
+    layer = lambda x, w: (x + jax.nn.gelu(x @ everywhere(w[0])) @ everywhere(w[1]), None)
+    loss = lambda params, x: jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+    gradients = mpx.grad(mpx.autocast(loss, "bf16-split"), mpx.NoOpLossScale(), grad_dtype="bf16")
+    placed = lambda x: x.update(sharding=NamedSharding(mesh, P(None, "data") if len(x.shape) > 1 else P()))
+    params = [placed(jax.ShapeDtypeStruct(shape, jnp.bfloat16)) for shape in [(12, 512, 2048), (12, 2048, 512)]]
+    x = jax.ShapeDtypeStruct((2048, 512), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+    def sends(rule):
+        tx = mpx.mixed_precision(optax.chain(optax.clip_by_global_norm(1.0), rule), "bf16-split")
+        update = mpx.fused_update(tx) if is_fused else lambda g, s, p: stepper(tx)(p, s, g)
+        step = lambda params, state, x: update(gradients(params, x), state, params)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            state = jax.tree.map(placed, jax.eval_shape(tx.init, params))
+            return sent(mpx.step_report(step, params, state, x, target="h200", donate_argnums=(0, 1)), params)
+
+    muon_sends = sends(mpx.whole_matrices(muon(), sent="bf16"))
+    assert muon_sends.pop("all-to-all bf16") == pytest.approx(2 * 2 / 8 * 7 / 8 * 16 / 12, rel=0.01)
+    assert muon_sends == pytest.approx(sends(optax.adam(1e-3)), rel=0.01)

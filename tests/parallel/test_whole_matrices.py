@@ -98,6 +98,20 @@ def test_eight_devices_have_the_bits_of_one_and_of_the_rule_alone_and_arrays_sta
             assert optax.tree.get(state, "trace")[name].sharding.is_equivalent_to(spec, p.ndim)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_mesh_needs_to_be_set(kind):
+    """Types of arrays say on which mesh they lie."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(KINDS[kind],), devices=jax.devices("cpu"))
+    params = {"stack": jax.device_put(INTEGERS["stack"], NamedSharding(mesh, P(None, "data")))}
+    tx = mpx.whole_matrices(CUBES)
+    state = tx.init(params)
+    compiled = jax.jit(tx.update, compiler_options=QUICKLY).lower(params, state, params).compile()
+    assert "all-to-all(" in compiled.as_text()
+    updates, _ = tx.update(params, state, params)  # eagerly
+    assert updates["stack"].sharding.is_equivalent_to(params["stack"].sharding, 3)
+    assert_same_bits(whole(updates), whole(compiled(params, state, params)[0]))
+
+
 def difference(actual, expected):
     """Return the largest difference of parameters."""
     return max(np.abs(actual[0][name] - expected[0][name]).max() for name in actual[0])
@@ -131,7 +145,7 @@ def test_a_device_has_at_most_one_matrix_more_than_another(stacks, devices, roun
     eqns = traced(mpx.whole_matrices(CUBES), params, mesh)
     assert sum(eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan") == rounds
     sent = [eqn for eqn in eqns if eqn.primitive.name == "sharding_constraint"]
-    assert {eqn.params["sharding"].spec[:2] for eqn in sent} == {(None, "data")}
+    assert (None, "data") in {eqn.params["sharding"].spec[:2] for eqn in sent}
 
 
 @pytest.mark.parametrize("products", ["bf16", "f16"])
@@ -268,7 +282,7 @@ def test_a_step_with_infinity_in_one_gradient_is_skipped():
 
 
 @pytest.mark.slow
-def test_zero1_goes_around_it_under_a_mesh_that_is_set():
+def test_zero1_goes_around_it():
     """XLA then divides momentum too, and devices send new parameters."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
     rule = mpx.master_weights(mpx.whole_matrices(CUBES))
@@ -316,16 +330,14 @@ def test_products_that_are_not_of_one_matrix_are_refused(rule, names, text):
         jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
 
 
-def test_a_mesh_that_is_unknown_or_manual_or_lacks_the_axis_is_refused():
+def test_a_mesh_that_is_manual_or_lacks_the_axis_is_refused():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
-    params, tx = {"one": jnp.ones((16, 8))}, mpx.whole_matrices(muon())
-    with pytest.raises(ValueError, match=r"arrays lie on several devices, but no mesh is set. .*`with jax.set_mesh"):
-        tx.init(jax.device_put(params, NamedSharding(mesh, P("data"))))
-    init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    with pytest.raises(ValueError, match=r"this is inside `jax.shard_map` over 'data'"):
-        jax.eval_shape(init, params)
+    params, tx = {"one": jnp.ones((16, 8))}, mpx.whole_matrices(CUBES, axis="model")
+    step = lambda params: tx.update(params, tx.init(params), params)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"has the axes \('data',\), but `axis` is \('model',\)"):
-        mpx.whole_matrices(muon(), axis="model").init(params)
+        step(params)
+    with pytest.raises(ValueError, match=r"this is inside `jax.shard_map` over 'data'"):
+        jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), params)
 
 
 # ---- precision
