@@ -104,6 +104,10 @@ def rule(text: str) -> tuple[Any, str]:
     if ":" in text:
         found, name = attribute(text), text.rpartition(":")[2]
         return (found(), f"{name}()") if callable(found) else (found, name)
+    if text == "muon":  # a model of a given size has no matrices to tell from what Adam updates, so all of it is one
+        numbers = "jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers(-2, -1) if w.ndim > 1 else None, params)"
+        code = f"optax.contrib.muon(1e-3, muon_weight_dimension_numbers=lambda params: {numbers})"
+        return optax.contrib.scale_by_muon(), code
     module = next((module for module in (optax, optax.contrib) if hasattr(module, text)), None)
     if module is None:
         raise ValueError(f"Optax has no rule {text!r}. Write a function that makes it, and give file.py:function.")

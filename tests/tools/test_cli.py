@@ -188,6 +188,7 @@ def test_the_plans_are_those_of_the_library(json_of):
         ("train.py:huge --rule sgd", {"parameters": 10**12, "bytes_a_parameter": 8}),
         # Each moment is a float32 number a parameter, and each count 4 bytes.
         ("1000 --rule lion", {"state_bytes": 4004}),
+        ("1000 --rule muon", {"state_bytes": 4016}),
         ("1000 --rule adamw", {"state_bytes": 8004}),
         ("1000 --rule train.py:momentum", {"state_bytes": 4000}),
         ("1000 --rule train.py:adam", {"state_bytes": 8004}),
@@ -276,7 +277,7 @@ def test_the_peak_of_a_function_is_said_to_be_that_of_a_transformer(text_of):
     [
         ("--memory 80GB", 'optax.adamw(1e-3), "bf16-split24-8bit", key=jax.random.key(0)'),  # the first that fits
         ("--memory 80GB --rule lion", 'optax.lion(1e-3), "bf16-split-8bit"'),
-        ("--recipe f32 --rule muon", 'optax.contrib.muon(1e-3), "f32"'),
+        ("--recipe f32 --rule ademamix", 'optax.contrib.ademamix(1e-3), "f32"'),
         ("--recipe bf16-split --rule train.py:momentum", 'momentum, "bf16-split"'),
         ("--recipe bf16-split --rule train.py:adam", 'adam(), "bf16-split"'),
         ("--recipe params=bf16", 'optax.adamw(1e-3), "params=bf16"'),  # a policy, which is no recipe
