@@ -123,7 +123,8 @@ def _may_join(eqn: JaxprEqn, count: int) -> bool:
 def _adds_up(eqn: JaxprEqn, count: int) -> bool:
     """Return whether an equation makes one number of several matrices."""
     is_number = lambda v: v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    return count > 1 and any(map(is_number, eqn.outvars)) and any(v.aval.shape != () for v in _operands(eqn))
+    is_sum = count > 1 and facts_of(eqn).moves not in ("same", "moved") and any(map(is_number, eqn.outvars))
+    return is_sum and any(v.aval.shape != () for v in _operands(eqn))
 
 
 def _grown(group: set[int], neighbours: Callable[..., list[int]], border: Callable[..., int]) -> set[int]:
