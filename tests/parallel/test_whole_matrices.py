@@ -242,6 +242,14 @@ def test_every_rule_that_multiplies_matrices_computes_on_eight_devices_what_it_c
     assert difference(whole(on_eight_devices(mpx.whole_matrices(rule), params, kind="automatic")), alone) < 2e-5
 
 
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ("heads", "shampoo")])
+def test_one_array_of_a_leaf_goes_there_and_one_comes_back(name):
+    """Of Shampoo the roots go, too."""
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    eqns = traced(mpx.whole_matrices(RULES[name][0]), {"stack": NORMAL["stack"]}, mesh)
+    assert [eqn.primitive.name for eqn in eqns].count("sharding_constraint") == 2
+
+
 # ---- with the rest of mpx
 
 
