@@ -108,16 +108,16 @@ class _Program:
         """Return equations that read results of the group, and beside these nothing that it cannot compute."""
         known = {*self.inputs(group), *self.outputs(group)}
         found = sorted({i for v in self.outputs(group) for i in self.uses[v] - group if i < len(self.eqns)})
-        return [whole for i in found if (whole := self._with_sources(i, known, count))]
+        return [more for i in found if (more := self._with_sources(i, group, known, count))]
 
-    def _with_sources(self, i: int, known: set[Var], count: int) -> set[int]:
-        """Return an equation and those that compute for it alone; empty if it needs more than what is known."""
+    def _with_sources(self, i: int, group: set[int], known: set[Var], count: int) -> set[int]:
+        """Return an equation and those that compute for it and the group alone; empty if it needs anything else."""
         whole = {i}
         for v in _operands(self.eqns[i]):
             if v not in known:
                 is_apart = v in self.made and self.made[v] not in self.below
-                more = self._with_sources(self.made[v], known, count) if is_apart else set()
-                if not more or not self._is_read_in(whole, self.made[v]):
+                more = self._with_sources(self.made[v], group, known, count) if is_apart else set()
+                if not more or not self._is_read_in(group | whole, self.made[v]):
                     return set()
                 whole |= more
         return whole if _may_join(self.eqns[i], count) else set()
