@@ -99,20 +99,31 @@ class _Program:
         """Return what others read of a group."""
         return [v for i in sorted(group) for v in self.eqns[i].outvars if self.uses[v] - group]
 
-    def _before(self, group: set[int], count: int) -> list[int]:
+    def _before(self, group: set[int], count: int) -> list[set[int]]:
         """Return equations whose results only the group reads, the last one first."""
         found = sorted({self.made[v] for v in self.inputs(group) if v in self.made}, reverse=True)
-        return [
-            i
-            for i in found
-            if _may_join(self.eqns[i], count) and all(self.uses[v] <= group for v in self.eqns[i].outvars)
-        ]
+        return [{i} for i in found if _may_join(self.eqns[i], count) and self._is_read_in(group, i)]
 
-    def _after(self, group: set[int], count: int) -> list[int]:
-        """Return equations that read results of the group, and nothing that it does not know."""
-        known, results = {*self.inputs(group), *self.outputs(group)}, self.outputs(group)
-        found = sorted({i for v in results for i in self.uses[v] - group if i < len(self.eqns)})
-        return [i for i in found if _may_join(self.eqns[i], count) and known.issuperset(_operands(self.eqns[i]))]
+    def _after(self, group: set[int], count: int) -> list[set[int]]:
+        """Return equations that read results of the group, and beside these nothing that it cannot compute."""
+        known = {*self.inputs(group), *self.outputs(group)}
+        found = sorted({i for v in self.outputs(group) for i in self.uses[v] - group if i < len(self.eqns)})
+        return [more for i in found if (more := self._with_sources(i, group, known, count))]
+
+    def _with_sources(self, i: int, group: set[int], known: set[Var], count: int) -> set[int]:
+        """Return an equation and those that compute for it and the group alone; empty if it needs anything else."""
+        whole = {i}
+        for v in _operands(self.eqns[i]):
+            if v not in known:
+                is_apart = v in self.made and self.made[v] not in self.below
+                more = self._with_sources(self.made[v], group, known, count) if is_apart else set()
+                if not more or not self._is_read_in(group | whole, self.made[v]):
+                    return set()
+                whole |= more
+        return whole if _may_join(self.eqns[i], count) else set()
+
+    def _is_read_in(self, group: set[int], i: int) -> bool:
+        return all(self.uses[v] <= group for v in self.eqns[i].outvars)
 
 
 def _may_join(eqn: JaxprEqn, count: int) -> bool:
@@ -123,14 +134,15 @@ def _may_join(eqn: JaxprEqn, count: int) -> bool:
 def _adds_up(eqn: JaxprEqn, count: int) -> bool:
     """Return whether an equation makes one number of several matrices."""
     is_number = lambda v: v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    return count > 1 and any(map(is_number, eqn.outvars)) and any(v.aval.shape != () for v in _operands(eqn))
+    is_sum = count > 1 and facts_of(eqn).moves not in ("same", "moved") and any(map(is_number, eqn.outvars))
+    return is_sum and any(v.aval.shape != () for v in _operands(eqn))
 
 
-def _grown(group: set[int], neighbours: Callable[..., list[int]], border: Callable[..., int]) -> set[int]:
+def _grown(group: set[int], neighbours: Callable[..., list[set[int]]], border: Callable[..., int]) -> set[int]:
     """Take in neighbours one by one; return the largest group with the fewest large arrays at its border."""
     best, least = group, border(group)
     while found := neighbours(group):
-        group = group | {found[0]}
+        group = group | found[0]
         if (now := border(group)) <= least:
             best, least = group, now
     return best

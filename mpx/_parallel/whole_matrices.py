@@ -99,7 +99,7 @@ def whole_matrices(
             return update(arrays)
         mesh = shardings[0].mesh
         everywhere = NamedSharding(mesh, PartitionSpec())
-        of_updates = [NamedSharding(mesh, spec) if spec else everywhere for spec in specs]
+        of_updates = [everywhere if spec is None else NamedSharding(mesh, spec) for spec in specs]
         of_state = jax.tree.map(lambda x: explicit_sharding(x) or everywhere, state)
         placed = jax.tree.unflatten(jax.tree.structure(updates), of_updates), of_state
         return in_auto(update, mesh, placed)(arrays)
@@ -220,29 +220,31 @@ class _Sender(NamedTuple):
     def mapped(self, fun: Callable[..., Any], stacks: Iterable[list[jax.Array]]) -> list[Any]:
         """Map a function over the first axes of stacks; those that the devices do not divide become one."""
         stacks = list(stacks)
-        is_divided = [len(stack[0]) % self.devices == 0 for stack in stacks]
-        groups = [[i] for i, divided in enumerate(is_divided) if divided]
-        groups += [[i for i, divided in enumerate(is_divided) if not divided]]
-        results: dict[int, Any] = {}
-        for group in filter(None, groups):
-            joined = [jnp.concatenate(xs) for xs in zip(*[stacks[i] for i in group], strict=True)]
-            ends = np.cumsum([len(stacks[i][0]) for i in group])[:-1]
-            parts = [jnp.split(y, ends) for y in self._on_devices(fun, joined)]
-            results.update(zip(group, zip(*parts, strict=True), strict=True))
-        return [results[i] for i in range(len(stacks))]
+        results = [self._divided(fun, stack) if len(stack[0]) % self.devices == 0 else [] for stack in stacks]
+        if others := [i for i, result in enumerate(results) if not result]:
+            joined = [jnp.concatenate(xs) for xs in zip(*[stacks[i] for i in others], strict=True)]
+            ends = np.cumsum([len(stacks[i][0]) for i in others])
+            parts = [jnp.split(y[: ends[-1]], ends[:-1]) for y in self._filled(fun, joined)]
+            for i, result in zip(others, zip(*parts, strict=True), strict=True):
+                results[i] = list(result)
+        return results
 
-    def _on_devices(self, fun: Callable[..., Any], stack: list[jax.Array]) -> list[jax.Array]:
+    def _divided(self, fun: Callable[..., Any], stack: list[jax.Array]) -> list[jax.Array]:
+        """Let each device take neighbours in a stack, which it may have already."""
+        split = lambda x: jnp.moveaxis(x.reshape(self.devices, -1, *x.shape[1:]), 0, 1)
+        return [jnp.moveaxis(y, 1, 0).reshape(-1, *y.shape[2:]) for y in self._in_rounds(fun, map(split, stack))]
+
+    def _filled(self, fun: Callable[..., Any], stack: list[jax.Array]) -> list[jax.Array]:
+        """Deal a stack out one by one; copies of the last entry fill the last round."""
+        missing = -len(stack[0]) % self.devices
+        fill = lambda x: jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))])
+        split = lambda x: self._constrained(fill(x).reshape(-1, self.devices, *x.shape[1:]), 0)
+        return [self._constrained(y, 0).reshape(-1, *y.shape[2:]) for y in self._in_rounds(fun, map(split, stack))]
+
+    def _in_rounds(self, fun: Callable[..., Any], stack: Iterable[jax.Array]) -> list[jax.Array]:
         """Map a function over `[rounds, devices, ...]`: one entry at a time on each device."""
-        count = len(stack[0])
-        if missing := -count % self.devices:
-            stack = [jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))]) for x in stack]
-            split = lambda x: self._constrained(x.reshape(-1, self.devices, *x.shape[1:]), 0)
-            join = lambda x: self._constrained(x, 0).reshape(-1, *x.shape[2:])[:count]
-        else:  # neighbours on one device, which it may have already
-            split = lambda x: jnp.moveaxis(x.reshape(self.devices, -1, *x.shape[1:]), 0, 1)
-            join = lambda x: jnp.moveaxis(x, 1, 0).reshape(-1, *x.shape[2:])
-        results = _one_by_one(jax.vmap(fun), [self._dealt(split(x)) for x in stack])
-        return [join(self._dealt(y, back=True)) for y in results]
+        results = _one_by_one(jax.vmap(fun), [self._dealt(x) for x in stack])
+        return [self._dealt(y, back=True) for y in results]
 
     def _dealt(self, x: jax.Array, *, back: bool = False) -> jax.Array:
         """Deal entries of the second axis out, over one axis of the mesh after the other: XLA knows no way over two."""

@@ -206,6 +206,18 @@ def shampoo():
     return optax.GradientTransformation(init, update)
 
 
+COEFFICIENTS = np.array([[3.4, -4.8, 2.0], [2.8, -3.1, 1.2]], np.float32)
+
+
+def newton_schulz(x):
+    """Iterate without a loop of JAX, with coefficients in an array."""
+    x = x / jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    for a, b, c in jnp.asarray(COEFFICIENTS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return -0.01 * x
+
+
 MATRICES = {name: x for name, x in NORMAL.items() if name in ("stack", "one")}
 RULES = {
     "coefficients": (muon(ns_coeffs=((3.4, -4.8, 2.0), (2.8, -3.1, 1.2))), MATRICES),
@@ -219,14 +231,23 @@ RULES = {
         optax.contrib.muon(1e-2, muon_weight_dimension_numbers=heads), {"qkv": NORMAL["experts"].reshape(6, 16, 4, 8)}
     ),
     "shampoo": (shampoo(), MATRICES),
+    "by hand": (optax.stateless(lambda g, p: jax.tree.map(newton_schulz, g)), MATRICES),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cases(RULES, ["norm of a stack", "heads"]))
+@pytest.mark.parametrize("name", cases(RULES, ["norm of a stack", "heads", "by hand"]))
 def test_every_rule_that_multiplies_matrices_computes_on_eight_devices_what_it_computes_alone(name):
     rule, params = RULES[name]
     alone = on_one_device(rule, params)
     assert difference(whole(on_eight_devices(mpx.whole_matrices(rule), params, kind="automatic")), alone) < 2e-5
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ("heads", "shampoo")])
+def test_one_array_of_a_leaf_goes_there_and_one_comes_back(name):
+    """Of Shampoo the roots go, too."""
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    eqns = traced(mpx.whole_matrices(RULES[name][0]), {"stack": NORMAL["stack"]}, mesh)
+    assert [eqn.primitive.name for eqn in eqns].count("sharding_constraint") == 2
 
 
 # ---- with the rest of mpx
