@@ -74,7 +74,7 @@ class _Program:
         products = _products([self.eqns[i] for i in sorted(group)])
         least, count = min(n * math.prod(shape) for n, shapes in products for shape in shapes), count or products[0][0]
         large = lambda vs: [v for v in vs if v.aval.size >= least]
-        before, after = lambda group: self._before(group, count), lambda group: self._after(group, count)
+        before, after = lambda group: self._before(group, count), lambda group: self._after(group, count, least)
         group = _grown(group, before, lambda group: len(large(self.inputs(group))))
         group = _grown(group, after, lambda group: len(large(self.outputs(group))))
         waiting, seen = large(self.inputs(group)), set()
@@ -104,22 +104,21 @@ class _Program:
         found = sorted({self.made[v] for v in self.inputs(group) if v in self.made}, reverse=True)
         return [{i} for i in found if _may_join(self.eqns[i], count) and self._is_read_in(group, i)]
 
-    def _after(self, group: set[int], count: int) -> list[set[int]]:
-        """Return equations that read results of the group, and beside these nothing that it cannot compute."""
+    def _after(self, group: set[int], count: int, least: int) -> list[set[int]]:
+        """Return equations that read results of the group, and beside these nothing large or computed of products."""
         known = {*self.inputs(group), *self.outputs(group)}
         found = sorted({i for v in self.outputs(group) for i in self.uses[v] - group if i < len(self.eqns)})
-        return [more for i in found if (more := self._with_sources(i, group, known, count))]
+        return [more for i in found if (more := self._with_sources(i, group, known, count, least))]
 
-    def _with_sources(self, i: int, group: set[int], known: set[Var], count: int) -> set[int]:
-        """Return an equation and those that compute for it and the group alone; empty if it needs anything else."""
+    def _with_sources(self, i: int, group: set[int], known: set[Var], count: int, least: int) -> set[int]:
+        """Return an equation and those that compute for it and the group alone; empty if it may not join."""
         whole = {i}
-        for v in _operands(self.eqns[i]):
-            if v not in known:
-                is_apart = v in self.made and self.made[v] not in self.below
-                more = self._with_sources(self.made[v], group, known, count) if is_apart else set()
-                if not more or not self._is_read_in(group | whole, self.made[v]):
-                    return set()
-                whole |= more
+        for v in [v for v in _operands(self.eqns[i]) if v not in known]:
+            source = self.made.get(v, -1)
+            if v.aval.size >= least or source in self.below:
+                return set()
+            if source >= 0 and self._is_read_in(group | whole, source):
+                whole |= self._with_sources(source, group, known, count, least)
         return whole if _may_join(self.eqns[i], count) else set()
 
     def _is_read_in(self, group: set[int], i: int) -> bool:
