@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -161,3 +162,24 @@ def test_a_step_that_calls_python_is_refused_for_a_device_that_is_not_here(h200)
 
     with pytest.raises(RuntimeError, match="calls Python while it runs"):
         found(step, on(h200[:1], (8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "count"), [(optax.contrib.muon(1e-3), 1), (optax.adamw(1e-3), 0)], ids=["muon", "adamw"]
+)
+def test_products_of_a_rule_that_devices_send_are_found_and_none_of_the_loss(h200, rule, count):
+    params = {"up": on(h200, (1024, 4096), spec=P("data"), kind=AxisType.Auto)}
+    x = on(h200, (1024, 1024), spec=P("data"), kind=AxisType.Auto)
+    shapes = {"up": jax.ShapeDtypeStruct((1024, 4096), F32)}
+    divided = lambda leaf: on(h200, leaf.shape, leaf.dtype, P("data") if leaf.ndim > 1 else P(), AxisType.Auto)
+    state = jax.tree.map(divided, jax.eval_shape(rule.init, shapes))
+    loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["up"]))
+
+    def step(params, state, x):
+        updates, state = rule.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    beginnings = found(step, params, state, x, donate=(0, 1))
+    assert (
+        sum(what.startswith("A rule multiplies matrices that lie on several devices") for what in beginnings) == count
+    )

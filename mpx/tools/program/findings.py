@@ -106,6 +106,7 @@ def findings_of(step: CompiledStep, names: Sequence[str] | None, *, is_cpu: bool
     yield from gathered_weights_that_are_kept(step, memory)
     if not is_cpu:  # a CPU computes and sends in float32 whatever the dtype
         yield from gathers_of_float32(step)
+        yield from products_of_a_rule(step)
         yield from float32_products(step)
         yield from products_in_another_dtype(step)
         yield from float32_between_kernels(step)
@@ -242,7 +243,8 @@ def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
             if array.shapes[0].dtype == "f32" and dtype is not None:
                 rounded.append((kernel, size // 2, dtype))
             elif array.shapes[0].dtype == "f32" and kernel.operation == "all-gather":
-                others.append((kernel, size, ""))
+                if not _is_product_of_a_rule(instruction, step):
+                    others.append((kernel, size, ""))
     yield from _worth_a_word(
         rounded,
         "Devices send float32 arrays that are rounded to {dtypes} right after ({count})",
@@ -253,11 +255,32 @@ def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
         yield from _worth_a_word(
             others,
             "Devices gather float32 arrays that are used in float32 ({count})",
-            "A rule that mixes the numbers of a matrix (Muon, Shampoo, clipping by layer) needs it whole, and so does "
-            "the gradient of an embedding that is sharded by rows. A weight is gathered so if some use of it is in "
+            "A rule that mixes the numbers of a matrix (Shampoo, clipping by layer) needs it whole, and so does the "
+            "gradient of an embedding that is sharded by rows. A weight is gathered so if some use of it is in "
             "float32: `mpx.explain` shows which.",
             step.least_bytes,
         )
+
+
+def products_of_a_rule(step: CompiledStep) -> Iterator[Finding]:
+    """Yield what devices send to multiply divided matrices outside of the loss and its gradient, as Muon does."""
+    sent = _sent(step, "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+    yield from _worth_a_word(
+        [(kernel, kernel.sent_bytes * kernel.times, "") for x, kernel in sent if _is_product_of_a_rule(x, step)],
+        "A rule multiplies matrices that lie on several devices, which send them for each product ({count})",
+        'Give each device whole matrices: `mpx.whole_matrices(rule)`, and fewer bytes with `sent="bf16"`.',
+        step.least_bytes,
+    )
+
+
+def _is_product_of_a_rule(instruction: Instruction, step: CompiledStep) -> bool:
+    """Return whether an instruction sends an operand or a result of a product, of a step with a gradient but not in it.
+
+    XLA gives what it sends for a product the name of the product.
+    """
+    name = _name(instruction)
+    is_product = name.endswith("dot_general") and "jvp(" not in name
+    return is_product and any("jvp(" in _name(other) for other, _ in step.runs)
 
 
 def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
@@ -354,8 +377,8 @@ def float32_products(step: CompiledStep) -> Iterator[Finding]:
             [(kernel, kernel.bytes * kernel.times, "") for _, kernel in step.runs if step.float32 in kernel.flops],
             f"{wide / total:.0%} of all FLOPs multiply float32 numbers, though others multiply in fewer bits",
             "Look for an array that nobody cast: one that the function closes over, or a gradient of a product with "
-            "`preferred_element_type=float32`. `mpx.autocast` casts both. An optimizer that multiplies matrices (Muon) "
-            "does it in float32.",
+            "`preferred_element_type=float32`. `mpx.autocast` casts both. For an optimizer that multiplies matrices "
+            '(Muon): `mpx.whole_matrices(rule, products="f16")`.',
         )
 
 
