@@ -47,9 +47,9 @@ def whole_matrices(
     state: it is `inner`'s own. A checkpoint can be restored on other devices, and without `whole_matrices`.
 
     What are matrices and stacks is seen in what the rule multiplies: a leaf of 126 matrices, of experts in layers, or a
-    matrix. The axes of a stack come first. Matrices of one shape are dealt out to the devices, whatever leaves they
-    are in, so that one device has at most one of them more than another. Each is multiplied by itself: a rule may
-    mix all of a leaf before or after its products, not between them.
+    matrix. The axes of a stack come first. Matrices of one shape are dealt out to the devices, whatever stacks they are
+    in (those without a stack by themselves), so that no device has two of them more than another. Each is multiplied by
+    itself: a rule may mix all of a leaf before or after its products, not between them.
 
     Axes may be explicit or automatic, and parameters divided in any way; if each device has all of them, put `zero1`
     around. Call it under `jax.jit` or eagerly, not inside `jax.shard_map`. On one device the loop saves memory.
