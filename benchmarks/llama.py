@@ -3,6 +3,7 @@
     PYTHONPATH=. python -m benchmarks.llama
     PYTHONPATH=. python -m benchmarks.llama --sizes
     PYTHONPATH=. python -m benchmarks.llama --largest
+    PYTHONPATH=. python -m benchmarks.llama --rules
 
 Nothing runs: each figure is of a program that XLA makes (15 to 60 seconds on two cores). A step is loss, gradient,
 clipping by the global norm and fused AdamW of sequences of 4,096 tokens; weights, gradients and state are divided among
@@ -11,6 +12,7 @@ all GPUs. A program fits if its peak takes at most `USABLE` of the memory: CUDA 
 - Sizes: of each case three programs, of 1, 4 and 8 sequences a GPU. The largest batch is on a line through two of them.
 - Largest: of each recipe two programs, of few layers and of more. The largest depth is on the line through both, or
   just below: the program of that depth is made, and its peak shown.
+- Rules: AdamW beside Muon, of whose matrices each is whole on one GPU (`mpx.whole_matrices`).
 """
 
 from collections.abc import Iterator
@@ -50,6 +52,16 @@ SIZE_COLUMNS = {
     "peak, GiB": "{peak:.1f}",
     "sent, bytes a parameter": "{gathers:.1f} + {sums:.1f}",
     **{f"tokens a GPU at most, {name}": f"{{{gpu}}}" for gpu, name in GPUS.items()},
+}
+BY_RULE = (("8B", 8), ("70B", 8), ("405B", 64))
+RULE_COLUMNS = {
+    "model": "{size}",
+    "H100": "{count}",
+    "rule": "{rule}",
+    "held, GiB": "{held:.1f}",
+    "peak, GiB": "{peak:.1f}",
+    "sent for the rule, bytes a parameter": "{sent:.2f}",
+    "bound, s": "{bound:.2f}",
 }
 LARGEST_COLUMNS = {
     "recipe": "{recipe}",
@@ -98,6 +110,16 @@ def sizes() -> Iterator[Row]:
         yield row
 
 
+def rules() -> Iterator[Row]:
+    """Yield what Llamas need on H100s by AdamW and by Muon."""
+    for size, count in BY_RULE:
+        for rule in ("adamw", "muon"):
+            report, parameters = read(size, "h100", count, "bf16-split24-8bit", rule=rule, **SMALL)
+            sent = sum(x.sent_bytes for x in report.collectives if x.operation == "all-to-all" and x.dtype == "bf16")
+            row = {"size": size, "count": count, "rule": rule, "sent": sent / parameters, "bound": report.bound_seconds}
+            yield row | {"held": report.argument_bytes / 2**30, "peak": report.peak_bytes / 2**30}
+
+
 def deepest(gpu: str, count: int, size: str, depths: tuple[int, int], recipe: str) -> str:
     """Return the parameters of the deepest model that a recipe trains, and its peak."""
     of = lambda depth: read(size, gpu, count, recipe, depth=depth, **RECIPES[recipe])
@@ -112,11 +134,14 @@ def deepest(gpu: str, count: int, size: str, depths: tuple[int, int], recipe: st
 def main(
     only_sizes: Annotated[bool, typer.Option("--sizes", help="Only the first table.")] = False,
     only_largest: Annotated[bool, typer.Option("--largest", help="Only the second table.")] = False,
+    only_rules: Annotated[bool, typer.Option("--rules", help="Only the third table.")] = False,
 ) -> None:
     """Make the programs, and print the tables."""
-    if not only_largest:
+    if not (only_sizes or only_largest):
+        print(Sheet("Llamas by two rules, `bf16-split24-8bit`", list(rules()), RULE_COLUMNS).markdown())
+    if not (only_largest or only_rules):
         print(Sheet("Llamas by `bf16-split24-8bit`", list(sizes()), SIZE_COLUMNS).markdown())
-    if not only_sizes:
+    if not (only_sizes or only_rules):
         largest = [
             {"recipe": recipe} | {f"{machine[0]} {machine[1]}": deepest(*machine, recipe) for machine in MACHINES}
             for recipe in RECIPES
