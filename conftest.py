@@ -53,6 +53,18 @@ def one_device_in_sight(request, monkeypatch):
         monkeypatch.setattr(plan, "are_several_in_sight", lambda: False)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_compiled_programs():
+    """Forget compiled programs before they are too many.
+
+    XLA maps each into memory in six pieces. Linux allows a process 65,530; jaxlib crashes at the next one.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def names_for_doctests(doctest_namespace):
     """Give examples in docstrings the names that a user's file has after its imports."""
