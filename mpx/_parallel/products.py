@@ -1,7 +1,7 @@
 """Find what a rule multiplies: the part of its program that needs whole matrices, and a program for one of them."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +26,7 @@ class Part(NamedTuple):
     inputs: list[Var]
     outputs: list[Var]
     products: list[tuple[int, Any]]  # of each the number of matrices, and the shapes of one of them
-    least: int  # the size of the smallest operand of a product
-    leaves: list[int]  # the numbers of the gradients that it multiplies; of products of the state alone there are none
+    leaves: list[int]  # the numbers of the gradients that it multiplies; without any XLA divides the products
 
     @property
     def count(self) -> int:
@@ -82,9 +81,9 @@ class _Program:
             v = waiting.pop()
             waiting += large(_operands(self.eqns[self.made[v]])) if v in self.made and v not in seen else []
             seen.add(v)
-        leaves = sorted(gradients[v] for v in seen & gradients.keys())
+        leaves = sorted(gradients[v] for v in seen & gradients.keys()) if count else []
         eqns = [self.eqns[i] for i in sorted(group)]
-        return Part(eqns, self.inputs(group), self.outputs(group), products, least, leaves)
+        return Part(eqns, self.inputs(group), self.outputs(group), products, leaves)
 
     def sources(self, i: int) -> set[int]:
         """Return the equations that make the operands of one."""
@@ -135,6 +134,11 @@ def _adds_up(eqn: JaxprEqn, count: int) -> bool:
     is_number = lambda v: v.aval.shape == () and jnp.issubdtype(v.aval.dtype, jnp.inexact)
     is_sum = count > 1 and facts_of(eqn).moves not in ("same", "moved") and any(map(is_number, eqn.outvars))
     return is_sum and any(v.aval.shape != () for v in _operands(eqn))
+
+
+def _axes_of(shape: tuple[int, ...], count: int) -> int:
+    """Return how many of the first axes count matrices; 0 if none do."""
+    return next((k for k in range(len(shape) + 1) if math.prod(shape[:k]) == count), 0)
 
 
 def _grown(group: set[int], neighbours: Callable[..., list[set[int]]], border: Callable[..., int]) -> set[int]:
@@ -200,22 +204,23 @@ def programs_of_one(rule: Any, init: Any, updates: Any, params: Any, parts: Sequ
                 "rule, by `optax.partition`."
             )
         shape = shapes[part.leaves[0]]
-        axes[paths[part.leaves[0]]] = next((k for k in range(len(shape)) if math.prod(shape[:k]) == part.count), 0)
+        axes[paths[part.leaves[0]]] = _axes_of(shape, part.count)
     shape = lambda path, x: (1,) * axes[path] + np.shape(x)[axes[path] :]
     one = lambda path, x: jax.ShapeDtypeStruct(shape(path, x), x.dtype) if path in axes else x
     updates, params = jax.tree.map_with_path(one, updates), jax.tree.map_with_path(one, params)
     state = jax.eval_shape(init, updates if params is None else params)
     program, _, _, of_one = traced(rule, (updates, state, params), [part.count for part in parts])
-    alike: dict[Any, Alike] = {}
+    readers, alike = Counter(v for part in own for v in part.inputs), {}
     for part, single in zip(parts, of_one, strict=True):
         if not part.leaves:
             continue
-        is_stack = _stacks_among(part, single)
+        is_stack = _stacks_among(part, single, readers)
         if is_stack is None:
             raise ValueError(
                 f"`whole_matrices`: {names[part.leaves[0]]!r} is {list(shapes[part.leaves[0]])}. The rule multiplies "
                 f"{part.count} matrices of it, but not each by itself, or they are not stacked along its first axes. "
-                "Move these to the front, or give the leaf to another rule, by `optax.partition`."
+                "Move these to the front, put what mixes them around `whole_matrices`, or give the leaf to another "
+                "rule, by `optax.partition`."
             )
         jaxpr = part_of(program, single.eqns, single.outputs)
         shared = tuple(v for v, stacked in zip(part.inputs, is_stack, strict=True) if not stacked)
@@ -223,11 +228,13 @@ def programs_of_one(rule: Any, init: Any, updates: Any, params: Any, parts: Sequ
     return list(alike.values())
 
 
-def _stacks_among(part: Part, single: Part) -> tuple[bool, ...] | None:
+def _stacks_among(part: Part, single: Part, readers: Counter[Var]) -> tuple[bool, ...] | None:
     """Return which inputs are stacks; None if a program for one matrix does not do what the one for a stack does."""
     pairs = [*zip(part.inputs, single.inputs, strict=False), *zip(part.outputs, single.outputs, strict=False)]
-    is_stack = [_is_stack(v.aval, w.aval, part) for v, w in pairs]
+    is_stack = [_is_stack(v.aval, w.aval, part.count) for v, w in pairs]
     inputs, outputs = is_stack[: len(part.inputs)], is_stack[len(part.inputs) :]
+    if part.count == 1:  # all is of one matrix, but what others read as well, and scalars, by which a rule may decide
+        inputs = [readers[v] == 1 and v.aval.shape != () for v in part.inputs]
     is_shared = [v.aval.shape == w.aval.shape for v, w in pairs[: len(inputs)]]
     fits = len(pairs) == len(part.inputs) + len(part.outputs) and all(outputs) and all(map(max, inputs, is_shared))
     fits = fits and not any(_adds_up(eqn, part.count) for eqn in part.eqns)
@@ -235,9 +242,7 @@ def _stacks_among(part: Part, single: Part) -> tuple[bool, ...] | None:
     return tuple(inputs) if fits else None
 
 
-def _is_stack(stack: Any, one: Any, part: Part) -> bool:
+def _is_stack(stack: Any, one: Any, count: int) -> bool:
     """Return whether an array has one entry for each matrix, along its first axes."""
-    if part.count == 1:
-        return stack.size >= part.least
-    k = next((k for k in range(len(stack.shape) + 1) if math.prod(stack.shape[:k]) == part.count), 0)
-    return k > 0 and math.prod(one.shape[:k]) == 1 and stack.shape[k:] == one.shape[k:]
+    k = _axes_of(stack.shape, count)
+    return (k > 0 or count == 1) and math.prod(one.shape[:k]) == 1 and stack.shape[k:] == one.shape[k:]

@@ -114,7 +114,7 @@ def test_no_mesh_needs_to_be_set(kind):
 
 def difference(actual, expected):
     """Return the largest difference of parameters."""
-    return max(np.abs(actual[0][name] - expected[0][name]).max() for name in actual[0])
+    return max(np.abs(actual[0][name] - expected[0][name]).max(initial=0) for name in actual[0])
 
 
 def test_muon_on_eight_devices_differs_from_one_and_from_itself_alone_by_roundings_of_float32():
@@ -146,6 +146,13 @@ def test_a_device_has_at_most_one_matrix_more_than_another(stacks, devices, roun
     assert sum(eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan") == rounds
     sent = [eqn for eqn in eqns if eqn.primitive.name == "sharding_constraint"]
     assert (None, "data") in {eqn.params["sharding"].spec[:2] for eqn in sent}
+
+
+def test_matrices_without_a_stack_share_rounds_though_each_has_small_numbers_of_its_own():
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = [jax.ShapeDtypeStruct((16, 32), np.float32)] * 7
+    eqns = traced(mpx.whole_matrices(of_rows()), params, mesh)
+    assert [eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan"] == [1]
 
 
 @pytest.mark.parametrize("products", ["bf16", "f16"])
@@ -218,6 +225,18 @@ def newton_schulz(x):
     return -0.01 * x
 
 
+def of_rows():
+    """Return a rule that keeps a number for each row of what it multiplied, like NorMuon."""
+
+    def update(grads, state, params=None):
+        cubes = jax.tree.map(lambda x: x @ x.mT @ x, grads)
+        state = jax.tree.map(lambda v, x: 0.9 * v + 0.1 * (x * x).mean(-1, keepdims=True), state, cubes)
+        return jax.tree.map(lambda x, v: -0.01 * x / jnp.sqrt(v + 1e-8), cubes, state), state
+
+    init = lambda params: jax.tree.map(lambda p: jnp.zeros((*p.shape[:-1], 1)), params)
+    return optax.GradientTransformation(init, update)
+
+
 MATRICES = {name: x for name, x in NORMAL.items() if name in ("stack", "one")}
 RULES = {
     "coefficients": (muon(ns_coeffs=((3.4, -4.8, 2.0), (2.8, -3.1, 1.2))), MATRICES),
@@ -230,19 +249,31 @@ RULES = {
     "heads": (
         optax.contrib.muon(1e-2, muon_weight_dimension_numbers=heads), {"qkv": NORMAL["experts"].reshape(6, 16, 4, 8)}
     ),
+    "trust ratio": (optax.chain(muon(), optax.scale_by_trust_ratio(), optax.scale(1e-2)), MATRICES),
+    "norms of columns": (optax.chain(muon(), optax.adaptive_grad_clip(0.1)), {"one": NORMAL["one"]}),
+    "numbers of rows": (of_rows(), MATRICES),
+    "no layers": (muon(), MATRICES | {"none": np.zeros((0, 16, 32), np.float32)}),
     "shampoo": (shampoo(), MATRICES),
     "by hand": (optax.stateless(lambda g, p: jax.tree.map(newton_schulz, g)), MATRICES),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cases(RULES, ["norm of a stack", "heads", "by hand"]))
+@pytest.mark.parametrize("name", cases(RULES, ["norm of a stack", "heads", "trust ratio", "by hand"]))
 def test_every_rule_that_multiplies_matrices_computes_on_eight_devices_what_it_computes_alone(name):
     rule, params = RULES[name]
     alone = on_one_device(rule, params)
     assert difference(whole(on_eight_devices(mpx.whole_matrices(rule), params, kind="automatic")), alone) < 2e-5
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name not in ("heads", "shampoo")])
+SEVERAL = (
+    "heads",
+    "shampoo",
+    "norms of columns",
+    "numbers of rows",
+)  # of these more than a leaf is sent, or of no stack
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name not in SEVERAL])
 def test_one_array_of_a_leaf_goes_there_and_one_comes_back(name):
     """Of Shampoo the roots go, too."""
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -331,6 +362,8 @@ TWO = optax.stateless(lambda g, p: {"one": g["one"] @ g["other"].T @ g["one"], "
 LAST = optax.contrib.muon(
     1e-2, muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: MuonDimensionNumbers(), p)
 )
+CUBES_ALONE = optax.stateless(lambda g, p: jax.tree.map(lambda x: x @ x.mT @ x, g))
+AFTER = optax.chain(CUBES_ALONE, optax.adaptive_grad_clip(0.1))  # a norm over the stack for each place in a matrix
 BETWEEN = optax.stateless(lambda g, p: jax.tree.map(lambda x: (y := x @ x.mT) / jnp.linalg.norm(y) @ x, g))
 
 
@@ -340,9 +373,10 @@ BETWEEN = optax.stateless(lambda g, p: jax.tree.map(lambda x: (y := x @ x.mT) / 
         (TWO, ["one", "other"], "multiplies them with each other: one, other. What runs"),
         (optax.MultiSteps(muon(), 2), ["one", "other"], "in one operation.*`optax.MultiSteps`, goes around"),
         (LAST, ["stack"], r"'stack' is \[8, 16, 32\]. The rule multiplies 32 matrices of it.*Move these to the front"),
+        (AFTER, ["stack"], r"'stack' is .* multiplies 8 matrices .* put what mixes them around `whole_matrices`"),
         (BETWEEN, ["stack"], r"'stack' is .* multiplies 8 matrices of it, but not each by itself"),
     ],
-    ids=["two leaves", "a condition", "the stack last", "a norm between products"],
+    ids=["two leaves", "a condition", "the stack last", "norms over the stack", "a norm between products"],
 )  # fmt: skip
 def test_products_that_are_not_of_one_matrix_are_refused(rule, names, text):
     params = {name: NORMAL[name] for name in names}
