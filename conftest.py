@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import itertools
 import os
 import pathlib
 
@@ -53,15 +54,19 @@ def one_device_in_sight(request, monkeypatch):
         monkeypatch.setattr(plan, "are_several_in_sight", lambda: False)
 
 
-@pytest.fixture(autouse=True, scope="module")
+_finished = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
 def few_compiled_programs():
     """Forget compiled programs before they are too many.
 
-    XLA maps each into memory in six pieces. Linux allows a process 65,530; jaxlib crashes at the next one.
+    XLA maps each into memory in several pieces, of which Linux allows a process 65,530. With more LLVM cannot allocate
+    memory, and jaxlib crashes.
     """
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    if next(_finished) % 20 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
 
 
