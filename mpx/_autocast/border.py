@@ -32,7 +32,7 @@ class Carried(NamedTuple):
     weight: jax.Array
 
 
-def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.dtype | None:
+def travels_in(tag: Tag, cotangent_in: np.dtype | None, settings: Settings) -> np.dtype | None:
     """Return the 16-bit dtype that a value has while it crosses the border of a program inside, or None for its own.
 
     Nothing is lost on the way in. On the way back its cotangent, the float32 sum over all uses inside, is rounded once.
@@ -41,7 +41,7 @@ def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.
     """
     if tag.is_argument and settings.has_wide_gradients:
         return None
-    is_allowed = rounded_to == tag.representable_in or not (tag.is_argument or tag.is_copied)
+    is_allowed = cotangent_in == tag.representable_in or not (tag.is_argument or tag.is_copied)
     return tag.representable_in if is_allowed else None
 
 
@@ -49,7 +49,7 @@ def crossing(tag: Tag, demand: Demand, settings: Settings, gradient_in: np.dtype
     """Return how a value crosses: a weight that is to have a float32 gradient beside a carrier of that."""
     if tag.is_narrow_weight and settings.has_wide_gradients:
         return Crossing(tag.representable_in, gradient_in or np.dtype(np.float32))
-    return Crossing(travels_in(tag, demand.rounded_to, settings))
+    return Crossing(travels_in(tag, demand.cotangent_in, settings))
 
 
 def packed(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:

@@ -59,15 +59,15 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
     demand = Demand(is_activated=are_activated if moves else not is_sum)
     narrowed_to = step.precision.dtype if step.precision is not None and step.precision.is_narrow else None
     if step.action == "narrow":
-        demand = demand._replace(used_in=narrowed_to, rounded_to=narrowed_to)
+        demand = demand._replace(used_in=narrowed_to, cotangent_in=narrowed_to)
         # An elementwise operation in 16 bits rounds the cotangents of a bias before they are added up, not after.
         is_bias = lambda v: not facts.contraction and is_smaller(v, eqn.outvars[0])
-        return [demand._replace(rounded_to=None) if is_bias(v) else demand for v in eqn.invars]
+        return [demand._replace(cotangent_in=None) if is_bias(v) else demand for v in eqn.invars]
     if len(results) == 1:
         used_in = results[0].used_in if facts.moves in ("same", "moved", "received") else None
         used_in = narrowed_to if step.action == "transfer" else used_in
-        rounded_to = results[0].rounded_to if facts.copies_of_operand == "one" else None
-        demand = demand._replace(used_in=used_in, rounded_to=rounded_to)
+        cotangent_in = results[0].cotangent_in if facts.copies_of_operand == "one" else None
+        demand = demand._replace(used_in=used_in, cotangent_in=cotangent_in)
     return [demand] * len(eqn.invars)
 
 

@@ -12,7 +12,7 @@ from mpx._autocast import precision as precisions
 from mpx._autocast.border import travels_in
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.demand import with_demands
-from mpx._autocast.plan import DECIDED, UNUSED, CastPlan, Demand, Settings, Step
+from mpx._autocast.plan import DECIDED, UNUSED, Demand, Plan, Settings, Step
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.tags import UNKNOWN, Tag, followed, is_smaller, tag_of_elements
@@ -26,9 +26,9 @@ class Planner:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._constants_in = settings.precision.dtype if settings.precision.is_narrow else None
-        self._plans: dict[tuple[int, tuple[Tag, ...], tuple[bool, ...]], CastPlan] = {}
+        self._plans: dict[tuple[int, tuple[Tag, ...], tuple[bool, ...]], Plan] = {}
 
-    def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None) -> CastPlan:
+    def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None) -> Plan:
         """Return the plan of an open or closed jaxpr whose inputs have these tags.
 
         `results` are the variables of its results around it: nobody reads a `DropVar`.
@@ -39,7 +39,7 @@ class Planner:
             self._plans[key] = self._make_plan(with_results_read(jaxpr, is_read), in_tags, {})
         return self._plans[key]
 
-    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], transfers: Mapping[int, np.dtype]) -> CastPlan:
+    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], transfers: Mapping[int, np.dtype]) -> Plan:
         """Plan a jaxpr. `transfers` has the 16-bit dtypes of values that go to other devices, by ids of equations."""
         steps: list[Step] = []
         program = open_jaxpr(jaxpr)
@@ -66,7 +66,7 @@ class Planner:
         # This ends, since each time there are more such transfers.
         if new:
             return self._make_plan(jaxpr, in_tags, {**transfers, **new})
-        return CastPlan(jaxpr, decided, in_tags, out_tags, tuple(demands.get(v, UNUSED) for v in program.invars))
+        return Plan(jaxpr, decided, in_tags, out_tags, tuple(demands.get(v, UNUSED) for v in program.invars))
 
     def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None) -> Step:
         name = eqn.primitive.name
@@ -89,7 +89,7 @@ class Planner:
         if rule == "narrow":
             return self._narrowed(eqn, tags)
         # The user's table turns off a default rule. Without a default there is nothing to tell.
-        if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
+        if name in DEFAULT_RULES:
             return _kept(eqn, tags, f"the rule for {name} is {rule}")
         if name == "add" and _adds_a_bias(eqn, tags):
             return Step(eqn, "round_cotangent", None, tags, (UNKNOWN,))
