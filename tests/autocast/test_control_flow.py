@@ -44,6 +44,21 @@ def test_a_jit_inside_that_places_its_arrays_does_so(side):
         assert_same_bits(np.asarray(result), np.asarray(x) @ np.asarray(w))
 
 
+def test_a_jit_inside_that_places_nothing_runs_in_line():
+    assert not eqns_of(mpx.autocast(jax.jit(jnp.matmul), BF16), normal(0, 8, 8), normal(1, 8, 8), primitive="jit")
+
+
+@pytest.mark.parametrize("prevent_cse", [None, True, (True, False)], ids=str)
+def test_a_loop_and_a_checkpoint_have_the_constants_of_a_function_that_was_compiled_before(prevent_cse):
+    """Its program holds them, and runs in line. `prevent_cse` may be given for each operand, but not for constants."""
+    scales, x = integers(0, 8, 8, low=1), jnp.eye(8, dtype=F32)
+    inner = jax.jit(lambda x, y: x @ y * scales)
+    loop = lambda x, y: lax.while_loop(lambda c: inner(c, y).sum() < 99, lambda c: inner(c, y), x)
+    fun = loop if prevent_cse is None else jax.checkpoint(inner, prevent_cse=prevent_cse)
+    assert (inner(x, x) != fun(x, x)).any() == (fun is loop)
+    assert_same_bits(mpx.autocast(fun, BF16)(x, x), fun(x, x))
+
+
 def test_a_shard_map_over_some_axes_of_a_mesh_leaves_the_others_to_the_compiler():
     mesh = jax.make_mesh((4, 2), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices("cpu"))
     step = lambda w, x: lax.psum(x @ w, "a")
