@@ -120,7 +120,7 @@ def _plan_cond(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
 
 
 def _demands_of_cond(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
-    """Return what all branches demand; of a value's use, what those do that use it."""
+    """Return what all branches demand; for the dtype that a value is used in, all that use it."""
     of_operands = [Demand()]
     for column in zip(*[plan.demands for plan in plans], strict=True):
         used_in = {demand.used_in for demand in column if demand.is_used}
@@ -171,13 +171,11 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     consts, carry, xs = _scan_parts(step.eqn, operands)
     # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes over or carries, in its dtype.
     columns = zip(plan.in_tags, step.in_tags, plan.demands, open_jaxpr(plan.jaxpr).invars, strict=True)
-    of_slices = [
-        (crossing(tag, demand, settings, outside.gradient_in), v)
-        for tag, outside, demand, v in _scan_parts(step.eqn, list(columns))[2]
-    ]
-    into = [crossing for crossing, _ in of_slices]
+    slices = _scan_parts(step.eqn, list(columns))[2]
+    into = [crossing(tag, demand, settings, outside.gradient_in) for tag, outside, demand, _ in slices]
     handed_on = _handed_on(plan, settings)
-    inside = [AS_IT_IS if handed_on.get(v, AS_IT_IS).dtype == into.dtype else into for into, v in of_slices]
+    into_checkpoints = [handed_on.get(v, AS_IT_IS) for *_, v in slices]
+    inside = [AS_IT_IS if on.dtype == how.dtype else how for on, how in zip(into_checkpoints, into, strict=True)]
     out_of = [Crossing(travels_in(tag, None, settings)) for tag in plan.out_tags[len(carry) :]]
 
     def body(carry, xs):
@@ -283,7 +281,7 @@ def _loop_plan(
         carry = after
 
 
-# ---- programs and tags
+# ---- all of them
 
 
 def _retraced(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[jex_core.Jaxpr, list[Any]]:

@@ -45,20 +45,19 @@ class Planner:
         program = open_jaxpr(jaxpr)
         uses = count_uses(program)
 
-        def used_once(variables: Sequence[Any], tags: Sequence[Tag]) -> tuple[Tag, ...]:
-            """Return tags of values: with several uses, cotangents are added up before a contraction rounds them."""
-            pairs = zip(variables, tags, strict=True)
-            several = {"is_product": False, "gradient_in": None}
-            return tuple(tag if is_literal(v) or uses[v] < 2 else tag._replace(**several) for v, tag in pairs)
+        def as_used(v: Any, tag: Tag) -> Tag:
+            """Return the tag of a use of a value: cotangents of several are added up before anything rounds them."""
+            is_only_use = is_literal(v) or uses[v] < 2
+            return tag if is_only_use else tag._replace(is_product=False, gradient_in=None)
 
         def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
             transfer_in = transfers.get(id(eqn))
-            if eqn.primitive.name in HANDLERS:
+            if eqn.primitive.name in HANDLERS:  # the program inside need not compute what nobody reads
                 eqn = eqn.replace(outvars=[v if uses[v] else jex_core.DropVar(v.aval) for v in eqn.outvars])
-            steps.append(self._step(eqn, used_once(eqn.invars, tags), transfer_in))
+            steps.append(self._step(eqn, tuple(map(as_used, eqn.invars, tags)), transfer_in))
             return steps[-1].out_tags
 
-        out_tags = used_once(program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN))
+        out_tags = tuple(map(as_used, program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN)))
         decided, demands = with_demands(program, steps)
         new = _narrow_transfers(decided, demands)
         # What is used of a value is known from the end of the program, its tag from the start. A value that will be
@@ -114,13 +113,14 @@ class Planner:
         if not precision.changes:
             reason = "an override of the policy asks for f32" if asked else f"{precision.name} is asked for"
             return _kept(eqn, tags, "this device has no TF32" if precision.name == "tf32" else reason)
-        is_product, why_16_bits = facts_of(eqn).contraction, None
+        is_product = facts_of(eqn).contraction
         reason = contraction.why_kept(eqn, precision, tags) if is_product else _why_elementwise_kept(eqn, precision)
-        if reason is not None:
-            if not is_product or not precision.is_narrow or not contraction.may_be_mapped(eqn, reason, tags):
-                return _kept(eqn, tags, reason)
+        if precision.is_narrow and contraction.may_be_mapped(eqn, reason, tags):
             kept = _kept(eqn, tags, f"{reason}; narrowed where a `jax.vmap` around makes a matrix of it")
             return kept._replace(action="map", precision=precision.fallback)
+        if reason is not None:
+            return _kept(eqn, tags, reason)
+        why_16_bits = None
         if precision.fp8 is not None:
             why_16_bits = fp8.why_not(eqn, precision.fp8) if is_product else "FP8 is for matrix products"
             precision = precision if why_16_bits is None else precision.fallback
