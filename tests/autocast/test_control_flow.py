@@ -59,6 +59,14 @@ def test_a_loop_and_a_checkpoint_have_the_constants_of_a_function_that_was_compi
     assert_same_bits(mpx.autocast(fun, BF16)(x, x), fun(x, x))
 
 
+def test_a_checkpoint_that_is_called_twice_computes_what_is_read_of_each():
+    """Both calls hold one program."""
+    layer = jax.checkpoint(lambda w, x: (x @ w, x + 1.0))
+    fun = lambda w, x: (layer(w, x)[0], layer(w, x))
+    w, x = integers(0, 8, 8), integers(1, 8, 8)
+    assert_same_bits(mpx.autocast(fun, BF16)(w, x), fun(w, x))
+
+
 def test_a_shard_map_over_some_axes_of_a_mesh_leaves_the_others_to_the_compiler():
     mesh = jax.make_mesh((4, 2), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices("cpu"))
     step = lambda w, x: lax.psum(x @ w, "a")
