@@ -64,6 +64,7 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
 
 
 def _plan_checkpoint(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
+    """Leave out results that nobody reads. Those of a call stay, since they may have shardings."""
     inside = plan(eqn.params["jaxpr"], tags, eqn.outvars)
     return (inside,), inside.out_tags
 

@@ -70,18 +70,9 @@ class Planner:
     def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None) -> Step:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
-        is_decided = DECIDED in str(eqn.source_info.name_stack)
         if rule == "follow":
-            results = followed(eqn, tags, self._constants_in)
-            if transfer_in is not None:
-                narrow = results[0]._replace(representable_in=transfer_in)
-                return Step(eqn, "transfer", precisions.precision_of_dtype(transfer_in), tags, (narrow,))
-            # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
-            dtype = travels_in(results[0], None, self.settings) if name == "name" and not is_decided else None
-            if dtype is not None:
-                return Step(eqn, "narrow", precisions.precision_of_dtype(dtype), tags, results)
-            return Step(eqn, "keep", None, tags, results)
-        if is_decided:
+            return self._followed(eqn, tags, transfer_in)
+        if _is_decided(eqn):
             return _kept(eqn, tags, "decided by an autocast or full_precision inside")
         if rule == "enter":
             return self._entered(eqn, tags)
@@ -95,6 +86,18 @@ class Planner:
         if facts_of(eqn).runs == "custom":
             return _kept(eqn, tags, "a custom derivative belongs to the function that its author wrote")
         return _kept(eqn, tags, f"autocast does not enter {name}")
+
+    def _followed(self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None) -> Step:
+        results = followed(eqn, tags, self._constants_in)
+        if transfer_in is not None:
+            narrow = results[0]._replace(representable_in=transfer_in)
+            return Step(eqn, "transfer", precisions.precision_of_dtype(transfer_in), tags, (narrow,))
+        # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
+        is_kept_by_name = eqn.primitive.name == "name" and not _is_decided(eqn)
+        dtype = travels_in(results[0], None, self.settings) if is_kept_by_name else None
+        if dtype is not None:
+            return Step(eqn, "narrow", precisions.precision_of_dtype(dtype), tags, results)
+        return Step(eqn, "keep", None, tags, results)
 
     def _entered(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         """Plan an operation that holds programs. Its literal operands may be representable."""
@@ -135,8 +138,7 @@ def _narrow_transfers(steps: Sequence[Step], demands: Mapping[Any, Demand]) -> d
     """Return the equations, by id, that transfer in float32 what all uses round to a 16-bit dtype, with the dtype."""
     found = {}
     for step in filter(_is_wide_transfer, steps):
-        demand = demands.get(step.eqn.outvars[0])
-        dtype = None if demand is None else demand.used_in
+        dtype = demands.get(step.eqn.outvars[0], UNUSED).used_in
         if dtype is not None and step.in_tags[0].representable_in in (None, dtype):
             found[id(step.eqn)] = dtype
     return found
@@ -147,6 +149,10 @@ def _is_wide_transfer(step: Step) -> bool:
     facts = facts_of(step.eqn)
     moves_one = facts.communicates and facts.moves in ("same", "received") and len(step.eqn.invars) == 1
     return moves_one and step.action == "keep" and is_f32(step.eqn.invars[0])
+
+
+def _is_decided(eqn: JaxprEqn) -> bool:
+    return DECIDED in str(eqn.source_info.name_stack)
 
 
 def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:
