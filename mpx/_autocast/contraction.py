@@ -133,8 +133,8 @@ def run_narrowed(
     eqn: JaxprEqn,
     operands: list[Any],
     precision: ContractionPrecision,
-    wide_gradients: tuple[bool, bool],
-    in_memory: tuple[np.dtype, np.dtype],
+    wide_gradients: Sequence[bool],
+    in_memory: Sequence[np.dtype],
 ) -> jax.Array:
     """Run a contraction of float32 operands in the compute dtype.
 

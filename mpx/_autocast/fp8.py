@@ -67,8 +67,8 @@ def run_in_8_bits(
     eqn: JaxprEqn,
     operands: Sequence[jax.Array],
     fp8: Fp8,
-    wide: tuple[bool, bool],
-    in_memory: tuple[np.dtype, np.dtype],
+    wide: Sequence[bool],
+    in_memory: Sequence[np.dtype],
 ) -> jax.Array:
     """Return the bfloat16 product of two float32 operands.
 

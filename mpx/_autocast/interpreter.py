@@ -93,11 +93,9 @@ _ACTIONS: dict[str, Callable[[Step, list[Any], Run, Settings], Sequence[Any]]] =
 def _contracted(step: Step, settings: Settings) -> mapped.Narrow:
     """Return the function that runs a contraction in the compute dtype."""
     wants_wide = settings.has_wide_gradients and step.runs_in.is_narrow
-    (wide_lhs, lhs), (wide_rhs, rhs) = (
-        (wants_wide and tag.is_argument and is_f32(v), tag.in_memory or step.runs_in.dtype)
-        for v, tag in zip(step.eqn.invars[:2], step.in_tags[:2], strict=True)
-    )
-    return lambda eqn, operands: contraction.run_narrowed(eqn, operands, step.runs_in, (wide_lhs, wide_rhs), (lhs, rhs))
+    wide = [wants_wide and tag.is_argument and is_f32(v) for v, tag in zip(step.eqn.invars, step.in_tags, strict=True)]
+    in_memory = [tag.in_memory or step.runs_in.dtype for tag in step.in_tags]
+    return lambda eqn, operands: contraction.run_narrowed(eqn, operands, step.runs_in, wide[:2], in_memory[:2])
 
 
 def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
@@ -105,7 +103,7 @@ def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
     if not is_f32(v):
         return x
     result: Any = eqn.outvars[0].aval
-    if facts_of(eqn).elementwise and np.ndim(x) and x.shape != result.shape:
+    if facts_of(eqn).elementwise and np.ndim(x):
         # Broadcast before rounding, so that the gradient of a bias is added up in float32.
         x = jnp.broadcast_to(x, result.shape)
     return lax.convert_element_type(x, dtype)

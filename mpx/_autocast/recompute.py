@@ -92,8 +92,7 @@ def _pays(user: Step, members: list[Step]) -> bool:
     """Return whether XLA would keep float32 values of an activation that one step uses."""
     if not any(facts_of(step.eqn).transcendental for step, _, _ in walk(members)):
         return False
-    is_in_fp8 = user.precision is not None and user.precision.fp8 is not None
-    return is_in_fp8 or any(step.action == "round_cotangent" for step in members)
+    return user.runs_in.fp8 is not None or any(step.action == "round_cotangent" for step in members)
 
 
 def _activation(

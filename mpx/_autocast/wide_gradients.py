@@ -6,7 +6,7 @@ transpose is that of JAX, but with a float32 result. The contraction itself stay
 recognize it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from mpx._jaxprs import is_f32, is_literal, propagate
 from mpx._primitives import facts_of
 
 
-def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: tuple[bool, bool]) -> jax.Array:
+def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: Sequence[bool]) -> jax.Array:
     """Run a contraction with its first two operands rounded to `dtype`; `wide` says which get float32 gradients."""
     params = eqn.params | {"preferred_element_type": dtype}
 
