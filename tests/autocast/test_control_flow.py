@@ -235,6 +235,11 @@ def test_a_loop_keeps_results_of_products_in_16_bits_and_computes_elementwise_op
     assert [leaf.dtype for leaf in leaves if leaf.shape == (3, 6, 8)].count(F32) == 3
 
 
+def test_a_loop_computes_again_without_barriers_between_the_passes():
+    gradient = jax.jit(jax.grad(autocast_loss(layers, BF16)))
+    assert "optimization_barrier" not in gradient.lower(normal(0, 3, 8, 8), normal(1, 6, 8)).as_text()
+
+
 @pytest.mark.parametrize("place", [lambda f: f, lambda f: lambda c, w: jax.jit(f)(c, w)], ids=["body", "in a jit"])
 def test_a_loop_with_a_checkpoint_of_its_own_keeps_what_that_says(place):
     policies = jax.checkpoint_policies
