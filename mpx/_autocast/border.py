@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from mpx._autocast.plan import Demand, Settings
 from mpx._autocast.tags import Tag
-from mpx._autocast.wide_gradients import with_derivative_of
 
 
 class Crossing(NamedTuple):
@@ -32,7 +33,7 @@ class Carried(NamedTuple):
     weight: jax.Array
 
 
-def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.dtype | None:
+def travels_in(tag: Tag, cotangent_in: np.dtype | None, settings: Settings) -> np.dtype | None:
     """Return the 16-bit dtype that a value has while it crosses the border of a program inside, or None for its own.
 
     Nothing is lost on the way in. On the way back its cotangent, the float32 sum over all uses inside, is rounded once.
@@ -41,7 +42,7 @@ def travels_in(tag: Tag, rounded_to: np.dtype | None, settings: Settings) -> np.
     """
     if tag.is_argument and settings.has_wide_gradients:
         return None
-    is_allowed = rounded_to == tag.representable_in or not (tag.is_argument or tag.is_copied)
+    is_allowed = cotangent_in == tag.representable_in or not (tag.is_argument or tag.is_copied)
     return tag.representable_in if is_allowed else None
 
 
@@ -49,7 +50,7 @@ def crossing(tag: Tag, demand: Demand, settings: Settings, gradient_in: np.dtype
     """Return how a value crosses: a weight that is to have a float32 gradient beside a carrier of that."""
     if tag.is_narrow_weight and settings.has_wide_gradients:
         return Crossing(tag.representable_in, gradient_in or np.dtype(np.float32))
-    return Crossing(travels_in(tag, demand.rounded_to, settings))
+    return Crossing(travels_in(tag, demand.cotangent_in, settings))
 
 
 def packed(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
@@ -79,3 +80,24 @@ def _unpacked(x: Any, how: Crossing) -> Any:
         return lax.convert_element_type(x, np.float32)
     carrier, weight = (lax.convert_element_type(part, np.float32) for part in x)
     return with_derivative_of(carrier, weight)
+
+
+def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
+    """Return a value of the type of `x` with the derivative of `x` in place of its own, of any order.
+
+    A primitive, because JAX drops custom derivatives where it differentiates a loop or a checkpoint twice.
+    """
+    return _replaced.bind(value, x)
+
+
+def _batched_replaced(operands: list[Any], axes: list[int | None]) -> tuple[Any, int]:
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    return _replaced.bind(*[batching.bdim_at_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]), 0
+
+
+_replaced = Primitive("value_with_derivative_of")
+_replaced.def_impl(lambda value, x: value)
+_replaced.def_abstract_eval(lambda value, x: x)
+ad.primitive_jvps[_replaced] = lambda primals, tangents: (_replaced.bind(*primals), tangents[1])
+batching.primitive_batchers[_replaced] = _batched_replaced
+mlir.register_lowering(_replaced, lambda _, value, x: [value])

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpx._autocast import fp8
 from mpx._autocast import wide_gradients as wide
 from mpx._autocast.precision import ContractionPrecision
+from mpx._autocast.tags import UNKNOWN, Tag
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 _VECTOR = "an operand is a vector, or one for each channel"
@@ -64,7 +65,7 @@ def _products_of_convolution(eqn: JaxprEqn) -> int:
     return pairs * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
 
 
-def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Any]) -> str | None:
+def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Tag]) -> str | None:
     """Return why a contraction, of operands with these tags, cannot be narrowed, or None."""
     operands = [_aval(v).dtype for v in eqn.invars[:2]]
     if np.float32 not in operands or not all(dtype == np.float32 or _is_half(dtype) for dtype in operands):
@@ -80,8 +81,8 @@ def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Any]
     return why_no_gain(eqn, *tags[:2])
 
 
-def why_no_gain(eqn: JaxprEqn, lhs: Any = None, rhs: Any = None) -> str | None:
-    """Return why narrowing a contraction, of operands with these tags if any are known, gains nothing, or None.
+def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | None:
+    """Return why narrowing a contraction, of operands with these tags, gains nothing, or None.
 
     People use such contractions to add up, to count and to look up, and they take no longer in float32. Two kinds of
     layer would, since XLA would write their float32 operands: a convolution with a learned kernel, and one row or
@@ -96,18 +97,14 @@ def why_no_gain(eqn: JaxprEqn, lhs: Any = None, rhs: Any = None) -> str | None:
         is_vector = kernel[inputs] == 1 and kernel[outputs] == groups
     else:
         is_row, is_column = _are_vectors(eqn)
-        is_weight = lambda tag: tag is not None and tag.is_narrow_weight
-        is_vector = (is_row and (is_column or not is_weight(rhs))) or (is_column and not is_weight(lhs))
+        is_vector = (is_row and (is_column or not rhs.is_narrow_weight)) or (is_column and not lhs.is_narrow_weight)
     if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large
         return f"only {size} numbers are summed" if size > 1 else "nothing is summed: an outer product"
     return _VECTOR if is_vector else None
 
 
-def may_be_mapped(eqn: JaxprEqn, reason: str, tags: Sequence[Any]) -> bool:
-    """Return whether a contraction is kept because it is that of a vector and a matrix that is an argument.
-
-    Such as a weight, and the vector of one example of a batch.
-    """
+def may_be_mapped(eqn: JaxprEqn, reason: str | None, tags: Sequence[Tag]) -> bool:
+    """Return whether a contraction is kept because it multiplies a vector by an argument: one example by a weight."""
     if eqn.primitive.name != "dot_general" or reason != _VECTOR:
         return False
     return any(tag.is_argument and not is_vector for tag, is_vector in zip(tags, _are_vectors(eqn), strict=True))
@@ -136,8 +133,8 @@ def run_narrowed(
     eqn: JaxprEqn,
     operands: list[Any],
     precision: ContractionPrecision,
-    wide_gradients: tuple[bool, bool],
-    in_memory: tuple[np.dtype, np.dtype],
+    wide_gradients: Sequence[bool],
+    in_memory: Sequence[np.dtype],
 ) -> jax.Array:
     """Run a contraction of float32 operands in the compute dtype.
 

@@ -16,13 +16,13 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast.border import AS_IT_IS, Crossing, crossing, packed, travels_in, unpacked
-from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step
+from mpx._autocast.plan import Demand, Plan, Run, Settings, Step
 from mpx._autocast.tags import Tag, common
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
 from mpx._primitives import PRIMITIVES, facts_of
 
-Plan = Callable[..., CastPlan]  # from a program, the tags of its inputs, and the variables of its results around it
-Plans = tuple[CastPlan, ...]
+MakePlan = Callable[..., Plan]  # from a program, the tags of its inputs, and the variables of its results around it
+Plans = tuple[Plan, ...]
 Tags = tuple[Tag, ...]
 
 
@@ -30,7 +30,7 @@ class Handler(NamedTuple):
     """The functions for an operation that holds programs."""
 
     # From the equation, its operands' tags, and what plans a program, to the plans inside and the results' tags.
-    plan: Callable[[JaxprEqn, Tags, Plan], tuple[Plans, Tags]]
+    plan: Callable[[JaxprEqn, Tags, MakePlan], tuple[Plans, Tags]]
     # From the equation and the plans inside to what they demand of each operand.
     demands: Callable[[JaxprEqn, Plans], Sequence[Demand]]
     # From the step, its operands, the function that runs a plan on values, and the settings to the results.
@@ -40,7 +40,7 @@ class Handler(NamedTuple):
 # ---- calls
 
 
-def _plan_call(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
+def _plan_call(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     inside = plan(called_jaxpr(eqn), tags)
     return (inside,), inside.out_tags
 
@@ -63,7 +63,8 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
         return call(*operands)
 
 
-def _plan_checkpoint(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
+def _plan_checkpoint(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
+    """Leave out results that nobody reads. Those of a call stay, since they may have shardings."""
     inside = plan(eqn.params["jaxpr"], tags, eqn.outvars)
     return (inside,), inside.out_tags
 
@@ -83,16 +84,16 @@ def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Setting
     return step.eqn.primitive.bind(*consts, *leaves, **params)
 
 
-def _into_checkpoint(plan: CastPlan, settings: Settings) -> list[Crossing]:
+def _into_checkpoint(plan: Plan, settings: Settings) -> list[Crossing]:
     return [crossing(tag, demand, settings) for tag, demand in zip(plan.in_tags, plan.demands, strict=True)]
 
 
-def _plan_shard_map(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
+def _plan_shard_map(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     return _plan_call(eqn, tuple(tag._replace(gradient_in=None) for tag in tags), plan)  # devices add them up
 
 
 def _demands_of_shard_map(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
-    return [demand._replace(rounded_to=None) for demand in plans[0].demands]
+    return [demand._replace(cotangent_in=None) for demand in plans[0].demands]
 
 
 def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
@@ -113,19 +114,19 @@ def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings
 # ---- branches
 
 
-def _plan_cond(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
+def _plan_cond(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     plans = tuple(plan(branch, tags[1:]) for branch in eqn.params["branches"])
     # Nobody knows which branch runs: of a result holds what holds in all of them.
     return plans, tuple(common(*column) for column in zip(*[inside.out_tags for inside in plans], strict=True))
 
 
 def _demands_of_cond(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
-    """Return what all branches demand; of a value's use, what those do that use it."""
+    """Return what all branches demand; for the dtype that a value is used in, all that use it."""
     of_operands = [Demand()]
     for column in zip(*[plan.demands for plan in plans], strict=True):
         used_in = {demand.used_in for demand in column if demand.is_used}
-        rounded_to = {demand.rounded_to for demand in column}
-        of_operands.append(Demand(_only(used_in), _only(rounded_to)))
+        cotangent_in = {demand.cotangent_in for demand in column}
+        of_operands.append(Demand(_only(used_in), _only(cotangent_in)))
     return of_operands
 
 
@@ -137,7 +138,7 @@ def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     index, *operands = operands
     demands = _demands_of_cond(step.eqn, step.plans)[1:]
     pairs = zip(step.in_tags[1:], demands, strict=True)
-    crossings = [Crossing(travels_in(tag, demand.rounded_to, settings)) for tag, demand in pairs]
+    crossings = [Crossing(travels_in(tag, demand.cotangent_in, settings)) for tag, demand in pairs]
     branches = [lambda *parts, plan=plan: tuple(run(plan, unpacked(parts, crossings))) for plan in step.plans]
     operands = packed(operands, crossings)
     platforms = step.eqn.params.get("branches_platforms")
@@ -154,7 +155,7 @@ def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 # ---- loops
 
 
-def _plan_scan(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
+def _plan_scan(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     consts, carry, xs = _scan_parts(eqn, tags)
     results = [*open_jaxpr(eqn.params["jaxpr"]).outvars[: len(carry)], *eqn.outvars[len(carry) :]]
     inside, carry = _loop_plan(eqn.params["jaxpr"], consts, carry, xs, plan, results)
@@ -163,7 +164,7 @@ def _plan_scan(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
 
 def _demands_of_scan(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
     consts, carry, xs = _scan_parts(eqn, plans[0].demands)
-    return [*[demand._replace(rounded_to=None) for demand in consts], *[Demand()] * len(carry), *xs]
+    return [*[demand._replace(cotangent_in=None) for demand in consts], *[Demand()] * len(carry), *xs]
 
 
 def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
@@ -171,13 +172,11 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     consts, carry, xs = _scan_parts(step.eqn, operands)
     # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes over or carries, in its dtype.
     columns = zip(plan.in_tags, step.in_tags, plan.demands, open_jaxpr(plan.jaxpr).invars, strict=True)
-    of_slices = [
-        (crossing(tag, demand, settings, outside.gradient_in), v)
-        for tag, outside, demand, v in _scan_parts(step.eqn, list(columns))[2]
-    ]
-    into = [crossing for crossing, _ in of_slices]
+    slices = _scan_parts(step.eqn, list(columns))[2]
+    into = [crossing(tag, demand, settings, outside.gradient_in) for tag, outside, demand, _ in slices]
     handed_on = _handed_on(plan, settings)
-    inside = [AS_IT_IS if handed_on.get(v, AS_IT_IS).dtype == into.dtype else into for into, v in of_slices]
+    into_checkpoints = [handed_on.get(v, AS_IT_IS) for *_, v in slices]
+    inside = [AS_IT_IS if on.dtype == how.dtype else how for on, how in zip(into_checkpoints, into, strict=True)]
     out_of = [Crossing(travels_in(tag, None, settings)) for tag in plan.out_tags[len(carry) :]]
 
     def body(carry, xs):
@@ -192,7 +191,7 @@ def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
     return [*carry, *unpacked(ys, out_of)]
 
 
-def _handed_on(plan: CastPlan, settings: Settings) -> dict[Any, Crossing]:
+def _handed_on(plan: Plan, settings: Settings) -> dict[Any, Crossing]:
     """Return the values whose only use is a checkpoint, and how they cross its border.
 
     The body of a scan hands a slice in 16 bits to the checkpoint unchanged. If it were widened and narrowed again, JAX
@@ -235,7 +234,7 @@ def _scan_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[
     return list(columns[:consts]), list(columns[consts : consts + carry]), list(columns[consts + carry :])
 
 
-def _plan_while(eqn: JaxprEqn, tags: Tags, plan: Plan) -> tuple[Plans, Tags]:
+def _plan_while(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     cond_consts, body_consts, carry = _while_parts(eqn, tags)
     body, carry = _loop_plan(eqn.params["body_jaxpr"], body_consts, carry, [], plan)
     return (plan(eqn.params["cond_jaxpr"], (*cond_consts, *carry)), body), tuple(carry)
@@ -268,8 +267,8 @@ def _while_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list
 
 
 def _loop_plan(
-    jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], plan: Plan, results: Any = None
-) -> tuple[CastPlan, list[Tag]]:
+    jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], plan: MakePlan, results: Any = None
+) -> tuple[Plan, list[Tag]]:
     """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration."""
     consts, carry, xs = ([tag._replace(gradient_in=None) for tag in tags] for tags in (consts, carry, xs))
     consts = [tag._replace(is_product=False) for tag in consts]  # their cotangents are added up before they are rounded
@@ -283,7 +282,7 @@ def _loop_plan(
         carry = after
 
 
-# ---- programs and tags
+# ---- all of them
 
 
 def _retraced(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[jex_core.Jaxpr, list[Any]]:

@@ -67,8 +67,8 @@ def run_in_8_bits(
     eqn: JaxprEqn,
     operands: Sequence[jax.Array],
     fp8: Fp8,
-    wide: tuple[bool, bool],
-    in_memory: tuple[np.dtype, np.dtype],
+    wide: Sequence[bool],
+    in_memory: Sequence[np.dtype],
 ) -> jax.Array:
     """Return the bfloat16 product of two float32 operands.
 
@@ -112,8 +112,8 @@ def run_in_8_bits(
         lhs_spec, rhs_spec = (
             [spec[axis] for axis in axes] for spec, axes in zip(specs, (lhs_axes, rhs_axes), strict=False)
         )
-        of_lhs = product(g, right, (from_rhs, rhs_outer), lhs_spec, _wide(wide[0]))
-        of_rhs = product(left, g, (lhs_outer, from_lhs), rhs_spec, _wide(wide[1]))
+        of_lhs = product(g, right, (from_rhs, rhs_outer), lhs_spec, _gradient_dtype(wide[0]))
+        of_rhs = product(left, g, (lhs_outer, from_lhs), rhs_spec, _gradient_dtype(wide[1]))
         gradients = lax.transpose(of_lhs, _places(lhs_axes)), lax.transpose(of_rhs, _places(rhs_axes))
         for_lhs, for_rhs = (g.astype(like.dtype) for g, like in zip(gradients, typed, strict=True))
         return for_lhs, for_rhs
@@ -147,7 +147,7 @@ def _product(a: Codes, b: Codes, contracted: tuple[Sequence[int], Sequence[int]]
     return product * small * large
 
 
-def _wide(is_wide: bool) -> Any:
+def _gradient_dtype(is_wide: bool) -> Any:
     return np.dtype(np.float32) if is_wide else RESULTS
 
 

@@ -13,7 +13,7 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from mpx._autocast import contraction, mapped, recompute
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import CastPlan, Run, Settings, Step
+from mpx._autocast.plan import Plan, Run, Settings, Step
 from mpx._jaxprs import (
     closed_jaxpr,
     constants_of,
@@ -27,7 +27,7 @@ from mpx._jaxprs import (
 from mpx._primitives import facts_of
 
 
-def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any]:
+def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
     """Return the results of a plan's program, each in the dtype it was traced with."""
     if not plan.changes:
         return jex_core.jaxpr_as_fun(closed_jaxpr(plan.jaxpr))(*operands)
@@ -35,7 +35,7 @@ def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any
     values = dict(zip(program.constvars, constants_of(plan.jaxpr), strict=True))
     values.update(zip(program.invars, operands, strict=True))
     read = lambda v: v.val if is_literal(v) else values[v]
-    run_inside = functools.partial(run, settings=settings)
+    run_plan = functools.partial(run, settings=settings)  # of programs inside
     kept: list[JaxprEqn] = []
     for step in plan.steps:
         if step.action == "keep":
@@ -44,7 +44,7 @@ def run(plan: CastPlan, operands: Sequence[Any], settings: Settings) -> list[Any
         run_equations(program, kept, values)
         kept = []
         with with_source_of(step.eqn):
-            results = _ACTIONS[step.action](step, [read(v) for v in step.eqn.invars], run_inside, settings)
+            results = _ACTIONS[step.action](step, [read(v) for v in step.eqn.invars], run_plan, settings)
         values.update(zip(step.eqn.outvars, results, strict=True))
     run_equations(program, kept, values)
     return [read(v) for v in program.outvars]
@@ -58,7 +58,7 @@ def _run_narrowed(step: Step, operands: list[Any], run: Run, settings: Settings)
     eqn = step.eqn
     if facts_of(eqn).contraction:
         return [_as_traced(_contracted(step, settings)(eqn, operands), eqn.outvars[0])]
-    narrow = [_narrowed(x, v, eqn, step.asked.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
+    narrow = [_narrowed(x, v, eqn, step.runs_in.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
     results = eqn.primitive.bind(*narrow, **eqn.params)
     results = results if eqn.primitive.multiple_results else [results]
     return [_as_traced(x, v) for x, v in zip(results, eqn.outvars, strict=True)]
@@ -71,7 +71,7 @@ def _run_if_mapped(step: Step, operands: list[Any], run: Run, settings: Settings
 
 def _run_transfer(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:
     wants_wide = settings.has_wide_gradients and not step.in_tags[0].is_product
-    return [contraction.transferred(step.eqn, operands[0], step.asked.dtype, wants_wide)]
+    return [contraction.transferred(step.eqn, operands[0], step.runs_in.dtype, wants_wide)]
 
 
 def _run_with_rounded_cotangent(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:
@@ -92,12 +92,10 @@ _ACTIONS: dict[str, Callable[[Step, list[Any], Run, Settings], Sequence[Any]]] =
 
 def _contracted(step: Step, settings: Settings) -> mapped.Narrow:
     """Return the function that runs a contraction in the compute dtype."""
-    wants_wide = settings.has_wide_gradients and step.asked.is_narrow
-    (wide_lhs, lhs), (wide_rhs, rhs) = (
-        (wants_wide and tag.is_argument and is_f32(v), tag.in_memory or step.asked.dtype)
-        for v, tag in zip(step.eqn.invars[:2], step.in_tags[:2], strict=True)
-    )
-    return lambda eqn, operands: contraction.run_narrowed(eqn, operands, step.asked, (wide_lhs, wide_rhs), (lhs, rhs))
+    wants_wide = settings.has_wide_gradients and step.runs_in.is_narrow
+    wide = [wants_wide and tag.is_argument and is_f32(v) for v, tag in zip(step.eqn.invars, step.in_tags, strict=True)]
+    in_memory = [tag.in_memory or step.runs_in.dtype for tag in step.in_tags]
+    return lambda eqn, operands: contraction.run_narrowed(eqn, operands, step.runs_in, wide[:2], in_memory[:2])
 
 
 def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
@@ -105,7 +103,7 @@ def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
     if not is_f32(v):
         return x
     result: Any = eqn.outvars[0].aval
-    if facts_of(eqn).elementwise and np.ndim(x) and x.shape != result.shape:
+    if facts_of(eqn).elementwise and np.ndim(x):
         # Broadcast before rounding, so that the gradient of a bias is added up in float32.
         x = jnp.broadcast_to(x, result.shape)
     return lax.convert_element_type(x, dtype)

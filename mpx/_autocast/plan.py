@@ -1,8 +1,7 @@
 """The decisions of `autocast` about a program, as data.
 
-Every value has a tag: which 16-bit dtype represents it, and the precision asked for in contractions with it. A plan is
-the list of decisions about one jaxpr with given tags, and what the program demands of each of its inputs. Plans of
-programs inside hang below it.
+A plan is the list of decisions about one jaxpr whose inputs have given tags, and what the program demands of each of
+them. Plans of programs inside hang below it.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ class Demand(NamedTuple):
     """Holds what the rest of a program does to a value."""
 
     used_in: np.dtype | None = None  # the 16-bit dtype that all uses round it to; None if they differ, or use float32
-    rounded_to: np.dtype | None = None  # the dtype that its one use, a narrowed contraction, rounds its cotangent to
+    cotangent_in: np.dtype | None = None  # the dtype that its one use, a narrowed contraction, rounds its cotangent to
     is_activated: bool = False  # whether it goes, perhaps moved, into an activation or a loss
     is_used: bool = True
 
@@ -62,18 +61,18 @@ class Step(NamedTuple):
     precision: ContractionPrecision | None  # if it is narrowed, transferred, recomputed or mapped
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
-    plans: tuple["CastPlan", ...] = ()  # of the programs inside, if they may be entered
+    plans: tuple["Plan", ...] = ()  # of the programs inside, if they may be entered
     reason: str | None = None  # why a contraction in it is kept, or runs in 16 bits and not in 8
 
     @property
-    def asked(self) -> ContractionPrecision:
+    def runs_in(self) -> ContractionPrecision:
         """The precision of a step that has one."""
         assert self.precision is not None, f"{self.action} has a precision"
         return self.precision
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CastPlan:
+class Plan:
     """The decisions about a jaxpr whose inputs have given tags."""
 
     jaxpr: Any  # open or closed
@@ -107,4 +106,4 @@ def walk(steps: Iterable[Step], times: int = 1, outer: tuple[JaxprEqn, ...] = ()
             yield step, times, outer
 
 
-Run = Callable[[CastPlan, Sequence[Any]], list[Any]]  # runs a plan on values
+Run = Callable[[Plan, Sequence[Any]], list[Any]]  # runs a plan on values

@@ -12,7 +12,7 @@ from mpx._autocast import precision as precisions
 from mpx._autocast.border import travels_in
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.demand import with_demands
-from mpx._autocast.plan import DECIDED, UNUSED, CastPlan, Demand, Settings, Step
+from mpx._autocast.plan import DECIDED, UNUSED, Demand, Plan, Settings, Step
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.tags import UNKNOWN, Tag, followed, is_smaller, tag_of_elements
@@ -26,9 +26,9 @@ class Planner:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._constants_in = settings.precision.dtype if settings.precision.is_narrow else None
-        self._plans: dict[tuple[int, tuple[Tag, ...], tuple[bool, ...]], CastPlan] = {}
+        self._plans: dict[tuple[int, tuple[Tag, ...], tuple[bool, ...]], Plan] = {}
 
-    def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None) -> CastPlan:
+    def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None) -> Plan:
         """Return the plan of an open or closed jaxpr whose inputs have these tags.
 
         `results` are the variables of its results around it: nobody reads a `DropVar`.
@@ -39,26 +39,25 @@ class Planner:
             self._plans[key] = self._make_plan(with_results_read(jaxpr, is_read), in_tags, {})
         return self._plans[key]
 
-    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], transfers: Mapping[int, np.dtype]) -> CastPlan:
+    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], transfers: Mapping[int, np.dtype]) -> Plan:
         """Plan a jaxpr. `transfers` has the 16-bit dtypes of values that go to other devices, by ids of equations."""
         steps: list[Step] = []
         program = open_jaxpr(jaxpr)
         uses = count_uses(program)
 
-        def used_once(variables: Sequence[Any], tags: Sequence[Tag]) -> tuple[Tag, ...]:
-            """Return tags of values: with several uses, cotangents are added up before a contraction rounds them."""
-            pairs = zip(variables, tags, strict=True)
-            several = {"is_product": False, "gradient_in": None}
-            return tuple(tag if is_literal(v) or uses[v] < 2 else tag._replace(**several) for v, tag in pairs)
+        def as_used(v: Any, tag: Tag) -> Tag:
+            """Return the tag of a use of a value: cotangents of several are added up before anything rounds them."""
+            is_only_use = is_literal(v) or uses[v] < 2
+            return tag if is_only_use else tag._replace(is_product=False, gradient_in=None)
 
         def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
             transfer_in = transfers.get(id(eqn))
-            if eqn.primitive.name in HANDLERS:
+            if eqn.primitive.name in HANDLERS:  # the program inside need not compute what nobody reads
                 eqn = eqn.replace(outvars=[v if uses[v] else jex_core.DropVar(v.aval) for v in eqn.outvars])
-            steps.append(self._step(eqn, used_once(eqn.invars, tags), transfer_in))
+            steps.append(self._step(eqn, tuple(map(as_used, eqn.invars, tags)), transfer_in))
             return steps[-1].out_tags
 
-        out_tags = used_once(program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN))
+        out_tags = tuple(map(as_used, program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN)))
         decided, demands = with_demands(program, steps)
         new = _narrow_transfers(decided, demands)
         # What is used of a value is known from the end of the program, its tag from the start. A value that will be
@@ -66,36 +65,39 @@ class Planner:
         # This ends, since each time there are more such transfers.
         if new:
             return self._make_plan(jaxpr, in_tags, {**transfers, **new})
-        return CastPlan(jaxpr, decided, in_tags, out_tags, tuple(demands.get(v, UNUSED) for v in program.invars))
+        return Plan(jaxpr, decided, in_tags, out_tags, tuple(demands.get(v, UNUSED) for v in program.invars))
 
     def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None) -> Step:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
-        is_decided = DECIDED in str(eqn.source_info.name_stack)
         if rule == "follow":
-            results = followed(eqn, tags, self._constants_in)
-            if transfer_in is not None:
-                narrow = results[0]._replace(representable_in=transfer_in)
-                return Step(eqn, "transfer", precisions.precision_of_dtype(transfer_in), tags, (narrow,))
-            # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
-            dtype = travels_in(results[0], None, self.settings) if name == "name" and not is_decided else None
-            if dtype is not None:
-                return Step(eqn, "narrow", precisions.precision_of_dtype(dtype), tags, results)
-            return Step(eqn, "keep", None, tags, results)
-        if is_decided:
+            return self._followed(eqn, tags, transfer_in)
+        if _is_decided(eqn):
             return _kept(eqn, tags, "decided by an autocast or full_precision inside")
         if rule == "enter":
             return self._entered(eqn, tags)
         if rule == "narrow":
             return self._narrowed(eqn, tags)
         # The user's table turns off a default rule. Without a default there is nothing to tell.
-        if DEFAULT_RULES.get(name, "keep") not in ("keep", rule):
+        if name in DEFAULT_RULES:
             return _kept(eqn, tags, f"the rule for {name} is {rule}")
         if name == "add" and _adds_a_bias(eqn, tags):
             return Step(eqn, "round_cotangent", None, tags, (UNKNOWN,))
         if facts_of(eqn).runs == "custom":
             return _kept(eqn, tags, "a custom derivative belongs to the function that its author wrote")
         return _kept(eqn, tags, f"autocast does not enter {name}")
+
+    def _followed(self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None) -> Step:
+        results = followed(eqn, tags, self._constants_in)
+        if transfer_in is not None:
+            narrow = results[0]._replace(representable_in=transfer_in)
+            return Step(eqn, "transfer", precisions.precision_of_dtype(transfer_in), tags, (narrow,))
+        # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
+        is_kept_by_name = eqn.primitive.name == "name" and not _is_decided(eqn)
+        dtype = travels_in(results[0], None, self.settings) if is_kept_by_name else None
+        if dtype is not None:
+            return Step(eqn, "narrow", precisions.precision_of_dtype(dtype), tags, results)
+        return Step(eqn, "keep", None, tags, results)
 
     def _entered(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         """Plan an operation that holds programs. Its literal operands may be representable."""
@@ -114,13 +116,14 @@ class Planner:
         if not precision.changes:
             reason = "an override of the policy asks for f32" if asked else f"{precision.name} is asked for"
             return _kept(eqn, tags, "this device has no TF32" if precision.name == "tf32" else reason)
-        is_product, why_16_bits = facts_of(eqn).contraction, None
+        is_product = facts_of(eqn).contraction
         reason = contraction.why_kept(eqn, precision, tags) if is_product else _why_elementwise_kept(eqn, precision)
-        if reason is not None:
-            if not is_product or not precision.is_narrow or not contraction.may_be_mapped(eqn, reason, tags):
-                return _kept(eqn, tags, reason)
+        if precision.is_narrow and contraction.may_be_mapped(eqn, reason, tags):
             kept = _kept(eqn, tags, f"{reason}; narrowed where a `jax.vmap` around makes a matrix of it")
             return kept._replace(action="map", precision=precision.fallback)
+        if reason is not None:
+            return _kept(eqn, tags, reason)
+        why_16_bits = None
         if precision.fp8 is not None:
             why_16_bits = fp8.why_not(eqn, precision.fp8) if is_product else "FP8 is for matrix products"
             precision = precision if why_16_bits is None else precision.fallback
@@ -135,8 +138,7 @@ def _narrow_transfers(steps: Sequence[Step], demands: Mapping[Any, Demand]) -> d
     """Return the equations, by id, that transfer in float32 what all uses round to a 16-bit dtype, with the dtype."""
     found = {}
     for step in filter(_is_wide_transfer, steps):
-        demand = demands.get(step.eqn.outvars[0])
-        dtype = None if demand is None else demand.used_in
+        dtype = demands.get(step.eqn.outvars[0], UNUSED).used_in
         if dtype is not None and step.in_tags[0].representable_in in (None, dtype):
             found[id(step.eqn)] = dtype
     return found
@@ -147,6 +149,10 @@ def _is_wide_transfer(step: Step) -> bool:
     facts = facts_of(step.eqn)
     moves_one = facts.communicates and facts.moves in ("same", "received") and len(step.eqn.invars) == 1
     return moves_one and step.action == "keep" and is_f32(step.eqn.invars[0])
+
+
+def _is_decided(eqn: JaxprEqn) -> bool:
+    return DECIDED in str(eqn.source_info.name_stack)
 
 
 def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:

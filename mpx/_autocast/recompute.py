@@ -18,13 +18,13 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from mpx._autocast.border import Crossing, packed, travels_in, unpacked
-from mpx._autocast.plan import CastPlan, Demand, Run, Settings, Step, walk
+from mpx._autocast.plan import Demand, Plan, Run, Settings, Step, walk
 from mpx._jaxprs import count_uses, is_f32, is_literal, open_jaxpr, part_of
 from mpx._primitives import facts_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Activation(CastPlan):
+class Activation(Plan):
     """The plan of an activation, with the function that a checkpoint runs, once it has run.
 
     JAX traces and differentiates a checkpoint once for each function. So the activations of layers that are alike are
@@ -37,7 +37,7 @@ class Activation(CastPlan):
 _ACTIVATIONS: weakref.WeakValueDictionary[Any, Activation] = weakref.WeakValueDictionary()
 
 
-def with_activations(plan: CastPlan, settings: Settings) -> CastPlan:
+def with_activations(plan: Plan, settings: Settings) -> Plan:
     """Return a plan with each such activation as one step, also in calls inside, but not in loops and checkpoints."""
     program = open_jaxpr(plan.jaxpr)
     uses = count_uses(program)
@@ -92,8 +92,7 @@ def _pays(user: Step, members: list[Step]) -> bool:
     """Return whether XLA would keep float32 values of an activation that one step uses."""
     if not any(facts_of(step.eqn).transcendental for step, _, _ in walk(members)):
         return False
-    is_in_fp8 = user.precision is not None and user.precision.fp8 is not None
-    return is_in_fp8 or any(step.action == "round_cotangent" for step in members)
+    return user.runs_in.fp8 is not None or any(step.action == "round_cotangent" for step in members)
 
 
 def _activation(
@@ -123,7 +122,7 @@ def _activation(
     return Step(eqn, "recompute", user.precision, in_tags, plan.out_tags, (plan,))
 
 
-def _without_names(plan: CastPlan) -> Any:
+def _without_names(plan: Plan) -> Any:
     """Return what is equal for plans that are alike but for the names of values, while one of them lives."""
     numbers: dict[Any, int] = {}
     known = lambda v: np.asarray(v.val).tobytes() if is_literal(v) else numbers.setdefault(v, len(numbers))
@@ -145,12 +144,11 @@ def _extent(v: Any) -> tuple[int, int]:
 
 def run_activation(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:
     """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the products round it."""
-    (plan,), precision = step.plans, step.precision
-    assert precision is not None, "the product, or the constraint before it, has a precision"
+    (plan,) = step.plans
     crossings = [Crossing(travels_in(tag, None, settings)) for tag in plan.in_tags]
 
     def activation(*operands: Any) -> Any:
-        return lax.convert_element_type(run_plan(plan, unpacked(operands, crossings))[0], precision.dtype)
+        return lax.convert_element_type(run_plan(plan, unpacked(operands, crossings))[0], step.runs_in.dtype)
 
     assert isinstance(plan, Activation), "the plan that `_activation` made"
     if not plan.checkpoints:

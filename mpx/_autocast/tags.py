@@ -118,7 +118,7 @@ def _dtype_that_has(v: Any, tag: Tag) -> np.dtype | None:
 
 
 def _has(dtype: np.dtype, value: Any) -> bool:
-    """Return whether a 16-bit dtype has a value. All of them have NaN."""
-    value = np.float32(value)
+    """Return whether a 16-bit dtype has a number, or all of an array. All of them have NaN."""
+    value = np.asarray(value, np.float32)
     with np.errstate(over="ignore"):
-        return bool(np.isnan(value)) or bool(np.float32(value.astype(dtype)) == value)
+        return bool((np.isnan(value) | (value.astype(dtype).astype(np.float32) == value)).all())

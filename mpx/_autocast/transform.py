@@ -19,7 +19,7 @@ from mpx import _errors, _trees
 from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import DECIDED, CastPlan, Settings, Step, walk
+from mpx._autocast.plan import DECIDED, Plan, Settings, Step, walk
 from mpx._autocast.planner import Planner
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
 from mpx._autocast.tags import Tag
@@ -106,7 +106,7 @@ class Autocast:
             for i in positions
         ]
         plan = Planner(self.settings).plan(jaxpr, tuple(tags))
-        rounded_to = [None if self.settings.has_wide_gradients else demand.rounded_to for demand in plan.demands]
+        rounded_to = [None if self.settings.has_wide_gradients else demand.cotangent_in for demand in plan.demands]
         by_position = dict(zip(positions, rounded_to, strict=True))
         for i, view in enumerate(views):
             if view is not None:
@@ -137,7 +137,7 @@ class Autocast:
 class Traced:
     """A traced function, and the decisions about it."""
 
-    plan: CastPlan
+    plan: Plan
     arrays: list[Any]  # the arguments that are arrays
     treedef: Any  # of the result, and of what the function changes in Flax NNX modules
     static: list[Any]  # the leaves of these that are not arrays, and None in the place of arrays
@@ -328,7 +328,7 @@ def full_precision(fun: F) -> F:
     return wrapped  # type: ignore[return-value]
 
 
-def _warn_if_nothing_is_narrowed(record: Autocast, plan: CastPlan) -> None:
+def _warn_if_nothing_is_narrowed(record: Autocast, plan: Plan) -> None:
     """Warn if products stay wider than asked for, all of them, for a reason that their author may not know."""
     reason = _why_nothing_is_narrowed(record.settings.precision, plan)
     if reason is not None:
@@ -337,7 +337,7 @@ def _warn_if_nothing_is_narrowed(record: Autocast, plan: CastPlan) -> None:
         _errors.warn(f"{text} `mpx.explain` shows each product.")
 
 
-def _why_nothing_is_narrowed(precision: precisions.ContractionPrecision, plan: CastPlan) -> str | None:
+def _why_nothing_is_narrowed(precision: precisions.ContractionPrecision, plan: Plan) -> str | None:
     placed = [(step, outer) for step, _, outer in walk(plan.steps) if facts_of(step.eqn).contraction]
     if precision.fp8 is not None and any(map(_is_in_8_bits, [step for step, _ in placed])):
         return None

@@ -6,7 +6,7 @@ transpose is that of JAX, but with a float32 result. The contraction itself stay
 recognize it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from mpx._jaxprs import is_f32, is_literal, propagate
 from mpx._primitives import facts_of
 
 
-def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: tuple[bool, bool]) -> jax.Array:
+def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: Sequence[bool]) -> jax.Array:
     """Run a contraction with its first two operands rounded to `dtype`; `wide` says which get float32 gradients."""
     params = eqn.params | {"preferred_element_type": dtype}
 
@@ -121,24 +121,3 @@ ad.primitive_transposes[_derivative] = _transposed
 batching.primitive_batchers[_derivative] = _batched
 mlir.register_lowering(_derivative, mlir.lower_fun(run_program, multiple_results=False))
 mlir.register_lowering(_derivative, mlir.lower_fun(_run_on_cpu, multiple_results=False), platform="cpu")
-
-
-def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
-    """Return a value of the type of `x` with the derivative of `x` in place of its own, of any order.
-
-    A primitive, because JAX drops custom derivatives where it differentiates a loop or a checkpoint twice.
-    """
-    return _replaced.bind(value, x)
-
-
-def _batched_replaced(operands: list[Any], axes: list[int | None]) -> tuple[Any, int]:
-    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    return _replaced.bind(*[batching.bdim_at_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]), 0
-
-
-_replaced = Primitive("value_with_derivative_of")
-_replaced.def_impl(lambda value, x: value)
-_replaced.def_abstract_eval(lambda value, x: x)
-ad.primitive_jvps[_replaced] = lambda primals, tangents: (_replaced.bind(*primals), tangents[1])
-batching.primitive_batchers[_replaced] = _batched_replaced
-mlir.register_lowering(_replaced, lambda _, value, x: [value])

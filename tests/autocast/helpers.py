@@ -130,9 +130,8 @@ PROGRAMS = {
     ),
     "while": loop,
     "branch": branch,
-    "switch": lambda f: (
-        lambda w, x: lax.switch(jnp.int32(7), [f, lambda w, x: f(w[::-1], x), lambda w, x: f(w, -x)], w, x)
-    ),
+    "switch": lambda f: lambda w, x: lax.switch(jnp.int32(7), [lambda w, x: x, lambda w, x: f(w[::-1], x), f], w, x),
+    "platforms": lambda f: lambda w, x: lax.platform_dependent(w, x, cpu=f, default=lambda w, x: f(w[::-1], x)),
     "branch in a scan": branch_in_scan,
     "checkpoint": lambda f: jax.checkpoint(lambda w, x: f(w, f(w, x))),
     "checkpoint of names": checkpoint_of_names,

@@ -365,6 +365,7 @@ def test_a_second_derivative_in_forward_mode_is_near_that_in_float32():
 _layer = lambda w, b, x: jnp.sin(x @ w + b[None])
 BIASED = {
     "a product and a bias": _layer,
+    "a bias for each row": lambda w, b, x: jnp.sin(x @ w + jnp.broadcast_to(b, (8, 6))),
     "a product under jit": lambda w, b, x: jnp.sin(jax.jit(jnp.matmul)(x, w) + b[None]),
     "a reshaped product": lambda w, b, x: jnp.sin((x @ w).reshape(2, 4, -1) + b[None, None]),
     "an activation of a part": lambda w, b, x: jnp.sin((x @ w + b[None])[:2].T),

@@ -44,6 +44,29 @@ def test_a_jit_inside_that_places_its_arrays_does_so(side):
         assert_same_bits(np.asarray(result), np.asarray(x) @ np.asarray(w))
 
 
+def test_a_jit_inside_that_places_nothing_runs_in_line():
+    assert not eqns_of(mpx.autocast(jax.jit(jnp.matmul), BF16), normal(0, 8, 8), normal(1, 8, 8), primitive="jit")
+
+
+@pytest.mark.parametrize("prevent_cse", [None, True, (True, False)], ids=str)
+def test_a_loop_and_a_checkpoint_have_the_constants_of_a_function_that_was_compiled_before(prevent_cse):
+    """Its program holds them, and runs in line. `prevent_cse` may be given for each operand, but not for constants."""
+    scales, x = integers(0, 8, 8, low=1), jnp.eye(8, dtype=F32)
+    inner = jax.jit(lambda x, y: x @ y * scales)
+    loop = lambda x, y: lax.while_loop(lambda c: inner(c, y).sum() < 99, lambda c: inner(c, y), x)
+    fun = loop if prevent_cse is None else jax.checkpoint(inner, prevent_cse=prevent_cse)
+    assert (inner(x, x) != fun(x, x)).any() == (fun is loop)
+    assert_same_bits(mpx.autocast(fun, BF16)(x, x), fun(x, x))
+
+
+def test_a_checkpoint_that_is_called_twice_computes_what_is_read_of_each():
+    """Both calls hold one program."""
+    layer = jax.checkpoint(lambda w, x: (x @ w, x + 1.0))
+    fun = lambda w, x: (layer(w, x)[0], layer(w, x))
+    w, x = integers(0, 8, 8), integers(1, 8, 8)
+    assert_same_bits(mpx.autocast(fun, BF16)(w, x), fun(w, x))
+
+
 def test_a_shard_map_over_some_axes_of_a_mesh_leaves_the_others_to_the_compiler():
     mesh = jax.make_mesh((4, 2), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices("cpu"))
     step = lambda w, x: lax.psum(x @ w, "a")
@@ -210,6 +233,11 @@ def test_a_loop_keeps_results_of_products_in_16_bits_and_computes_elementwise_op
     plain = lambda ws, x: lax.scan(lambda c, w: (c + jnp.tanh(c @ w) @ w, None), x, ws)[0]
     leaves = jax.tree.leaves(jax.vjp(plain, normal(0, 3, 8, 8), normal(1, 6, 8))[1])
     assert [leaf.dtype for leaf in leaves if leaf.shape == (3, 6, 8)].count(F32) == 3
+
+
+def test_a_loop_computes_again_without_barriers_between_the_passes():
+    gradient = jax.jit(jax.grad(autocast_loss(layers, BF16)))
+    assert "optimization_barrier" not in gradient.lower(normal(0, 3, 8, 8), normal(1, 6, 8)).as_text()
 
 
 @pytest.mark.parametrize("place", [lambda f: f, lambda f: lambda c, w: jax.jit(f)(c, w)], ids=["body", "in a jit"])

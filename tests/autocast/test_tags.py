@@ -281,3 +281,14 @@ def test_only_float32_results_are_tagged():
         for dtype in (BF16, F16):
             plan = plan_of(mpx.autocast(fun, dtype), *operands()[:2])
             assert [tag.representable_in for tag in plan.out_tags] == [None]
+
+
+def test_an_array_in_the_text_of_a_program_is_representable_if_all_its_numbers_are():
+    last = lambda number: np.array([1.0, 0.5, 2.0, number], np.float32)
+    fun = lambda x: [jnp.broadcast_to(last(number), x.shape) for number in (0.5, 0.1)]
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    try:
+        tags = plan_of(mpx.autocast(fun, BF16), normal(0, 8, 4)).out_tags
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", False)
+    assert [tag.representable_in for tag in tags] == [BF16, None]
