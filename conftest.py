@@ -2,7 +2,6 @@
 
 import gc
 import importlib.metadata
-import itertools
 import os
 import pathlib
 
@@ -52,22 +51,6 @@ def one_device_in_sight(request, monkeypatch):
     """The processes of the tests have eight devices; programs are made for one, except in tests with the mark."""
     if not request.node.get_closest_marker("many_devices"):
         monkeypatch.setattr(plan, "are_several_in_sight", lambda: False)
-
-
-_finished = itertools.count(1)
-
-
-@pytest.fixture(autouse=True)
-def few_compiled_programs():
-    """Forget compiled programs before they are too many.
-
-    XLA maps each into memory in several pieces, of which Linux allows a process 65,530. With more LLVM cannot allocate
-    memory, and jaxlib crashes.
-    """
-    yield
-    maps = pathlib.Path("/proc/self/maps")
-    if next(_finished) % 20 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
-        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
