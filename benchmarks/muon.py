@@ -10,7 +10,6 @@ nothing is sent, but `sent` rounds all the same.
 """
 
 import statistics
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -67,25 +66,9 @@ def losses(options: dict[str, Any], how: str, steps: int, seeds: int) -> list[fl
     """Return the validation losses of a case, one a seed."""
     hyperparameters = training.Hyperparameters(steps, ADAM_RATE)
     recipe = get_recipe(how if how.startswith("bf16") else "f32")
-    program = training.Program(recipe, compare.CONFIG, hyperparameters)
-    if how != "adamw":
-        program.tx = make_tx(hyperparameters, options, how)
-
-    def step(params: Any, state: Any, batch: jax.Array) -> tuple[Any, Any]:
-        grads = program.gradients(params, state, batch)[1]
-        updates, state = program.tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    compiled = jax.jit(step, donate_argnums=(0, 1), compiler_options=compare.COMPILER_OPTIONS)
-    evaluate: Callable[..., Any] = jax.jit(program.evaluate, compiler_options=compare.COMPILER_OPTIONS)
-    text, held_out = compare.split(compare.read_text(None))
-    found = []
-    for seed in range(seeds):
-        params, state = program.init(seed)
-        for batch in compare.random_batches(text, seed=seed, count=steps):
-            params, state = compiled(params, state, batch)
-        found.append(float(evaluate(params, jax.device_put(compare.fixed_batches(held_out)))))
-    return found
+    tx = None if how == "adamw" else make_tx(hyperparameters, options, how)
+    parts = compare.split(compare.read_text(None))
+    return [run.validation_losses[-1] for run in compare.train_recipe(recipe, seeds, hyperparameters, *parts, tx)]
 
 
 def main(

@@ -119,6 +119,19 @@ def with_source_of(eqn: JaxprEqn) -> Iterator[None]:
 # ---- programs without calls -----------------------------------------------------------------------------------------
 
 
+def traced_flat(
+    function: Callable[..., Any], given: Sequence[Any], is_kept: Callable[[JaxprEqn], bool]
+) -> tuple[jex_core.Jaxpr, dict[Any, Any], Any]:
+    """Return a function's program without calls, the values of its inputs and constants, and its results' structure.
+
+    `is_kept` is as for `flatten`.
+    """
+    jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*given)
+    program, constants = flatten(jaxpr, is_kept)
+    values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
+    return program, values, jax.tree.structure(results)
+
+
 def flatten(
     jaxpr: jex_core.ClosedJaxpr, is_kept: Callable[[JaxprEqn], bool] = lambda eqn: False
 ) -> tuple[jex_core.Jaxpr, dict[jex_core.Var, Any]]:

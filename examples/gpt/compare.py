@@ -99,10 +99,19 @@ def bytes_per_parameter(recipe: Recipe, params: Any, opt_state: optax.OptState) 
 
 
 def train_recipe(
-    recipe: Recipe, seeds: int, hyperparameters: Hyperparameters, text: np.ndarray, held_out: np.ndarray
+    recipe: Recipe,
+    seeds: int,
+    hyperparameters: Hyperparameters,
+    text: np.ndarray,
+    held_out: np.ndarray,
+    tx: optax.GradientTransformation | None = None,
 ) -> Iterator[report.Run]:
-    """Train from the first seeds, which share their compiled functions, and yield the finished runs."""
+    """Train from the first seeds, which share their compiled functions, and yield the finished runs.
+
+    `tx` takes the place of the recipe's optimizer.
+    """
     program, steps = Program(recipe, CONFIG, hyperparameters), hyperparameters.steps
+    program.tx = program.tx if tx is None else tx
     train_step = jax.jit(program.train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS)
     evaluate = jax.jit(program.evaluate, compiler_options=COMPILER_OPTIONS)
     validation = jax.device_put(fixed_batches(held_out))

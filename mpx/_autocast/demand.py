@@ -1,4 +1,4 @@
-"""What a program demands of each of its values: one pass over its plan, from the end to the start."""
+"""Tell what a program demands of each of its values: one pass over its plan, from the end to the start."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is known about values: which 16-bit dtype represents them, where they come from, what was asked for them."""
+"""Follow what is known about values: which 16-bit dtype has them, where they come from, what was asked for them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

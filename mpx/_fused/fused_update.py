@@ -20,7 +20,7 @@ from mpx._dtypes import bytes_of
 from mpx._fused.kernels import in_a_kernel
 from mpx._fused.partition import Leaf, Partition, Var
 from mpx._fused.schedule import run_partition
-from mpx._jaxprs import flatten, is_literal
+from mpx._jaxprs import flatten, is_literal, traced_flat
 from mpx._shardings import as_in_auto, explicit_sharding, in_auto
 from mpx._stored.blocks import returns_its_operand
 from mpx._tables import Result, Table
@@ -196,10 +196,7 @@ def _by_kernels(tx: Any, given: _Given, extra_args: dict[str, Any], interpret: b
 
 def _traced(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return the step without calls, the values of its inputs and constants, and the structure of its results."""
-    jaxpr, results = jax.make_jaxpr(lambda *given: _as_it_stands(tx, given, extra_args), return_shape=True)(*given)
-    program, constants = flatten(jaxpr, returns_its_operand)
-    values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
-    return program, values, jax.tree.structure(results)
+    return traced_flat(lambda *given: _as_it_stands(tx, given, extra_args), given, returns_its_operand)
 
 
 def _in_place(program: jex_core.Jaxpr, partition: Partition, of_params: int, of_state: int) -> dict[Var, Var]:

@@ -12,7 +12,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx import _errors, _trees
-from mpx._jaxprs import flatten, is_literal, open_jaxpr, part_of
+from mpx._jaxprs import is_literal, open_jaxpr, part_of, traced_flat
 from mpx._primitives import facts_of
 from mpx._stored.blocks import returns_its_operand
 
@@ -180,11 +180,9 @@ def traced(rule: Any, given: Any, counts: Sequence[int] = ()) -> tuple[jex_core.
 
     For one matrix `counts` are the numbers of matrices in the stacks.
     """
-    jaxpr, results = jax.make_jaxpr(rule, return_shape=True)(*given)
-    program, constants = flatten(jaxpr, returns_its_operand)
-    values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
+    program, values, tree = traced_flat(rule, given, returns_its_operand)
     gradients = dict(zip(program.invars, range(len(jax.tree.leaves(given[0]))), strict=False))
-    return program, values, jax.tree.structure(results), _Program(program).parts(gradients, counts)
+    return program, values, tree, _Program(program).parts(gradients, counts)
 
 
 def programs_of_one(rule: Any, init: Any, updates: Any, params: Any, parts: Sequence[Part]) -> list[Alike]:
