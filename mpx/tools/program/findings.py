@@ -237,14 +237,16 @@ def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
     """Yield float32 arrays that are sent whole: to be rounded right after, or in a program of narrow products."""
     rounded: Found = []
     others: Found = []
+    of_rules = {id(instruction) for instruction, _ in _sent_for_rules(step)}
     for instruction, kernel in _sent(step, "all-gather", "all-to-all"):
         for array in arrays_of(instruction, step.uses):
             size, dtype = _part_of(kernel, array.shapes[:1], kernel.shapes), narrowed_to(array, step.uses)
             if array.shapes[0].dtype == "f32" and dtype is not None:
                 rounded.append((kernel, size // 2, dtype))
-            elif array.shapes[0].dtype == "f32" and kernel.operation == "all-gather":
-                if not _is_product_of_a_rule(instruction, step):
-                    others.append((kernel, size, ""))
+            elif (
+                array.shapes[0].dtype == "f32" and kernel.operation == "all-gather" and id(instruction) not in of_rules
+            ):
+                others.append((kernel, size, ""))
     yield from _worth_a_word(
         rounded,
         "Devices send float32 arrays that are rounded to {dtypes} right after ({count})",
@@ -264,23 +266,24 @@ def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
 
 def products_of_a_rule(step: CompiledStep) -> Iterator[Finding]:
     """Yield what devices send to multiply divided matrices outside of the loss and its gradient, as Muon does."""
-    sent = _sent(step, "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
     yield from _worth_a_word(
-        [(kernel, kernel.sent_bytes * kernel.times, "") for x, kernel in sent if _is_product_of_a_rule(x, step)],
+        [(kernel, kernel.sent_bytes * kernel.times, "") for _, kernel in _sent_for_rules(step)],
         "A rule multiplies matrices that lie on several devices, which send them for each product ({count})",
         'Give each device whole matrices: `mpx.whole_matrices(rule)`, and fewer bytes with `sent="bf16"`.',
         step.least_bytes,
     )
 
 
-def _is_product_of_a_rule(instruction: Instruction, step: CompiledStep) -> bool:
-    """Return whether an instruction sends an operand or a result of a product, of a step with a gradient but not in it.
+def _sent_for_rules(step: CompiledStep) -> list[tuple[Instruction, Kernel]]:
+    """Return what sends an operand or a result of a product, of a step with a gradient but not in it.
 
     XLA gives what it sends for a product the name of the product.
     """
-    name = _name(instruction)
-    is_product = name.endswith("dot_general") and "jvp(" not in name
-    return is_product and any("jvp(" in _name(other) for other, _ in step.runs)
+    if not any("jvp(" in _name(instruction) for instruction, _ in step.runs):
+        return []
+    sent = _sent(step, "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+    names = [_name(instruction) for instruction, _ in sent]
+    return [x for x, name in zip(sent, names, strict=True) if name.endswith("dot_general") and "jvp(" not in name]
 
 
 def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
