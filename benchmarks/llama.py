@@ -114,8 +114,8 @@ def rules() -> Iterator[Row]:
     """Yield what Llamas need on H100s by AdamW and by Muon."""
     for size, count in BY_RULE:
         for rule in ("adamw", "muon"):
-            report, parameters = read(size, "h100", count, "bf16-split24-8bit", rule=rule, **SMALL)
-            sent = sum(x.sent_bytes for x in report.collectives if x.operation == "all-to-all" and x.dtype == "bf16")
+            report, parameters = read(size, "h100", count, "bf16-split24-8bit", rule=rule, loss_parts=8, **SMALL)
+            sent = report.sent_by_kind.get("all-to-all bf16", 0)
             row = {"size": size, "count": count, "rule": rule, "sent": sent / parameters, "bound": report.bound_seconds}
             yield row | {"held": report.argument_bytes / 2**30, "peak": report.peak_bytes / 2**30}
 

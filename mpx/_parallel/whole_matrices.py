@@ -92,16 +92,13 @@ def whole_matrices(
         given = (updates, state, params, extra_args)
         mesh = _mesh_of(given, names)
         arrays, put = _trees.partition_leaves(given, _trees.is_array)
-        specs = [sharding and sharding.spec for sharding in map(explicit_sharding, _weights(updates, params))]
-        how = mesh, names, sent, specs
-        update = lambda arrays: _update(inner, *put(arrays), multiply, how)
+        update = lambda arrays: _update(inner, *put(arrays), multiply, (mesh, names, sent))
         if not (shardings := list(filter(None, map(explicit_sharding, arrays)))):
             return update(arrays)
         mesh = shardings[0].mesh
         everywhere = NamedSharding(mesh, PartitionSpec())
-        of_updates = [everywhere if spec is None else NamedSharding(mesh, spec) for spec in specs]
-        of_state = jax.tree.map(lambda x: explicit_sharding(x) or everywhere, state)
-        placed = jax.tree.unflatten(jax.tree.structure(updates), of_updates), of_state
+        where = lambda tree: jax.tree.map(lambda x: explicit_sharding(x) or everywhere, tree)
+        placed = where(jax.tree.unflatten(jax.tree.structure(updates), _weights(updates, params))), where(state)
         return in_auto(update, mesh, placed)(arrays)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
@@ -181,8 +178,7 @@ class _Sender(NamedTuple):
     mesh: Any
     names: tuple[str, ...]  # the axes over which matrices are dealt out
     dtype: Any  # the dtype in which they are sent, or None
-    specs: list[PartitionSpec | None]  # how the leaves are divided, where types say it
-    leaves: list[Any]  # arrays that are divided so
+    leaves: list[Any]  # the parameters
 
     @classmethod
     def of(cls, mesh: Any, names: Sequence[str] | None, *others: Any) -> "_Sender":
@@ -209,82 +205,83 @@ class _Sender(NamedTuple):
 
     def placed(self, x: jax.Array, part: Part) -> jax.Array:
         """Place an array where its leaf lies."""
-        spec, like = self.specs[part.leaves[0]], self.leaves[part.leaves[0]]
+        like = self.leaves[part.leaves[0]]
         if not self.is_of_leaf(x, part) or self.devices == 1 or not isinstance(like, jax.Array):
             return x
-        if spec is not None:
-            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
-        is_divided = part.count % self.devices == 0
-        return _placed_like(like, x, is_divided) if isinstance(like, Tracer) else jax.device_put(x, like.sharding)
+        return _placed_like(like, x) if isinstance(like, Tracer) else jax.device_put(x, like.sharding)
 
     def mapped(self, fun: Callable[..., Any], stacks: Iterable[list[jax.Array]]) -> list[Any]:
-        """Map a function over the first axes of stacks; those that the devices do not divide become one."""
+        """Map a function over the matrices of stacks; stacks that the devices do not divide become one."""
         stacks = list(stacks)
-        results = [self._divided(fun, stack) if len(stack[0]) % self.devices == 0 else [] for stack in stacks]
+        results = [[] if len(stack[0]) % self.devices else self._in_rounds(fun, stack) for stack in stacks]
         if others := [i for i, result in enumerate(results) if not result]:
             joined = [jnp.concatenate(xs) for xs in zip(*[stacks[i] for i in others], strict=True)]
             ends = np.cumsum([len(stacks[i][0]) for i in others])
-            parts = [jnp.split(y[: ends[-1]], ends[:-1]) for y in self._filled(fun, joined)]
+            missing = -ends[-1] % self.devices  # copies of the last matrix fill the last round
+            filled = [jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))]) for x in joined]
+            parts = [jnp.split(y[: ends[-1]], ends[:-1]) for y in self._in_rounds(fun, filled)]
             for i, result in zip(others, zip(*parts, strict=True), strict=True):
                 results[i] = list(result)
         return results
 
-    def _divided(self, fun: Callable[..., Any], stack: list[jax.Array]) -> list[jax.Array]:
-        """Let each device take neighbours in a stack, which it may have already."""
-        split = lambda x: jnp.moveaxis(x.reshape(self.devices, -1, *x.shape[1:]), 0, 1)
-        return [jnp.moveaxis(y, 1, 0).reshape(-1, *y.shape[2:]) for y in self._in_rounds(fun, map(split, stack))]
+    def _in_rounds(self, fun: Callable[..., Any], stack: list[jax.Array]) -> list[jax.Array]:
+        """Map a function: in each round a device gets one matrix of its part of a stack, and sends the result back."""
 
-    def _filled(self, fun: Callable[..., Any], stack: list[jax.Array]) -> list[jax.Array]:
-        """Deal a stack out one by one; copies of the last entry fill the last round."""
-        missing = -len(stack[0]) % self.devices
-        fill = lambda x: jnp.concatenate([x, jnp.broadcast_to(x[-1:], (missing, *x.shape[1:]))])
-        split = lambda x: self._constrained(fill(x).reshape(-1, self.devices, *x.shape[1:]), 0)
-        return [self._constrained(y, 0).reshape(-1, *y.shape[2:]) for y in self._in_rounds(fun, map(split, stack))]
+        def in_round(xs):
+            ys = jax.vmap(fun)([self._dealt(x) for x in xs])
+            return [self._dealt(y, next((x for x in xs if x.shape == y.shape), y)) for y in ys]
 
-    def _in_rounds(self, fun: Callable[..., Any], stack: Iterable[jax.Array]) -> list[jax.Array]:
-        """Map a function over `[rounds, devices, ...]`: one entry at a time on each device."""
-        results = _one_by_one(jax.vmap(fun), [self._dealt(x) for x in stack])
-        return [self._dealt(y, back=True) for y in results]
+        split = [x.reshape(self.devices, -1, *x.shape[1:]) for x in stack]
+        return [y.reshape(-1, *y.shape[2:]) for y in _one_by_one(in_round, split)]
 
-    def _dealt(self, x: jax.Array, *, back: bool = False) -> jax.Array:
-        """Deal entries of the second axis out, over one axis of the mesh after the other: XLA knows no way over two."""
-        for count in sorted(range(1, len(self.names) + 1), reverse=back):
-            x = self._constrained(x, count)
-        return x
+    def _dealt(self, x: jax.Array, back_to: jax.Array | None = None) -> jax.Array:
+        """Deal matrices out, or send them back to where others lie.
 
-    def _constrained(self, x: jax.Array, count: int) -> jax.Array:
-        """Divide the second axis over the first axes of the mesh, and leave it to XLA how others divide a matrix."""
-        is_all = count == len(self.mesh.axis_names)
-        others = [] if is_all else [PartitionSpec.UNCONSTRAINED] * (x.ndim - 2)
-        spec = PartitionSpec(None, self.names[:count] or None, *others)
-        return x if self.devices == 1 else lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        It goes over one axis of the mesh after the other, since XLA knows no way over two.
+        """
+        if self.devices == 1:
+            return x
+        if back_to is None:
+            x = _placed_like(x, x, is_free=True)  # or XLA sends all of a stack before the first round
+        for count in sorted(range(1, len(self.names) + 1), reverse=back_to is not None):
+            others = [] if count == len(self.mesh.axis_names) else [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+            spec = PartitionSpec(self.names[:count], *others)  # it is left to XLA how others divide a matrix
+            x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return x if back_to is None else _placed_like(back_to, x)
 
 
 def _one_by_one(fun: Callable[..., Any], stacks: list[jax.Array]) -> list[jax.Array]:
-    """Map a function over the first axes of arrays, in place if its results are as its arguments."""
+    """Map a function over the second axes of arrays, in place if its results are as its arguments."""
     of_type = lambda xs: [(x.shape, x.dtype) for x in xs]
-    first = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks]
+    entry = lambda x, i: lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
+    first = jax.eval_shape(lambda xs: [entry(x, 0) for x in xs], stacks)
     if of_type(jax.eval_shape(fun, first)) != of_type(first):
-        return lax.map(fun, stacks)
+        results = lax.map(lambda i: fun([entry(x, i) for x in stacks]), jnp.arange(stacks[0].shape[1]))
+        return [jnp.moveaxis(y, 0, 1) for y in results]
 
     def step(i, xs):
-        ys = fun([lax.dynamic_index_in_dim(x, i, keepdims=False) for x in xs])
-        return [lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(xs, ys, strict=True)]
+        ys = fun([entry(x, i) for x in xs])
+        return [lax.dynamic_update_index_in_dim(x, y, i, 1) for x, y in zip(xs, ys, strict=True)]
 
-    return lax.fori_loop(0, len(stacks[0]), step, stacks)
+    return lax.fori_loop(0, stacks[0].shape[1], step, stacks)
 
 
-def _placed_like(like: jax.Array, x: jax.Array, is_divided: bool) -> jax.Array:
-    """Return an array that lies where another one does: on automatic axes only XLA's partitioner knows where."""
+def _placed_like(like: jax.Array, x: jax.Array, *, is_free: bool = False) -> jax.Array:
+    """Return an array that lies where another one does: on automatic axes only XLA's partitioner knows where.
+
+    If it is free, what reads the result says nothing about how the first axis of `like` is divided.
+    """
     from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 
     def partition(mesh, operands, result):
         where = operands[0].sharding
         return mesh, lambda like, x: x, where, (where, where)
 
+    def axes(first: str) -> Any:
+        return ArrayMapping(first, *[f"axis_{i}" for i in range(1, x.ndim)])
+
     second = custom_partitioning(lambda like, x: x)
-    of_like, of_x = (ArrayMapping(*[f"{name}_{i}" for i in range(x.ndim)]) for name in ("like", "x"))
-    # A stack that was dealt out by its first axis says nothing about where it belongs.
-    rule = SdyShardingRule((of_like, of_x if is_divided else of_like), (of_like,))
+    of_x, of_result = (axes("like"), axes("result")) if is_free else (axes("x"), axes("like"))
+    rule = SdyShardingRule((axes("like"), of_x), (of_result,))
     second.def_partition(partition, sharding_rule=rule, decode_shardings=False)  # XLA may have some that JAX has not
     return second(like, x)

@@ -96,12 +96,13 @@ def test_no_device_multiplies_more_matrices_than_an_even_share(h200, shapes, mos
     assert report(h200, mpx.whole_matrices(muon(), products="bf16"), shapes).flops == {"bf16": work(shapes, most)}
 
 
-@pytest.mark.parametrize(("options", "matrices"), [({}, 11), ({"sent": "bf16", "products": "bf16"}, 9)])
-def test_temporaries_are_a_few_matrices(h200, options, matrices):
-    """A stack there and its results, in place: two matrices. Beside them one is multiplied. XLA alone holds 39."""
-    held = lambda rule: report(h200, rule, STACKS, "rows", AUTO).temporary_bytes / (4 * 512 * 2048)
-    assert held(mpx.whole_matrices(muon(), **options)) < matrices
-    assert held(muon()) > 30
+@pytest.mark.parametrize("options", [{}, {"sent": "bf16", "products": "bf16"}], ids=["", "bf16"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_temporaries_are_a_few_matrices(h200, kind, options):
+    """Momentum of both stacks is four of them. Beside it one is sent, multiplied, and sent back. XLA alone holds 39."""
+    held = lambda rule: report(h200, rule, STACKS, "rows", kind).temporary_bytes / (4 * 512 * 2048)
+    assert held(mpx.whole_matrices(muon(), **options)) < 7
+    assert kind == EXPLICIT or held(muon()) > 30  # Optax's refuses explicit axes
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
