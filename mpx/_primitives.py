@@ -45,6 +45,7 @@ _ROWS = {
     "optimization_barrier pvary stop_gradient": _FREE._replace(moves="same"),
     "value_with_derivative_of": _FREE._replace(triton="none"),  # of autocast: the first operand
     "kept_between_passes": _ITSELF._replace(triton="none"),  # of `checkpoint`
+    "rounding_kept": _ITSELF._replace(triton="none"),  # of autocast
     "cotangent_watched": _ITSELF._replace(triton="none"),  # of gradients around autocast
     "layout_constraint": _FREE._replace(moves="same", triton="none"),
     "device_put": _KEPT._replace(moves="same", triton="none"),

@@ -86,7 +86,7 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
 
     People use such contractions to add up, to count and to look up, and they take no longer in float32. Two kinds of
     layer would, since XLA would write their float32 operands: a convolution with a learned kernel, and one row or
-    vector times a weight that is stored in 16 bits.
+    vector times a weight that is stored in 16 bits, or a cache.
     """
     size = contracted_size(eqn)
     if eqn.primitive.name == "conv_general_dilated":
@@ -97,7 +97,7 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
         is_vector = kernel[inputs] == 1 and kernel[outputs] == groups
     else:
         is_row, is_column = _are_vectors(eqn)
-        is_vector = (is_row and (is_column or not rhs.is_narrow_weight)) or (is_column and not lhs.is_narrow_weight)
+        is_vector = (is_row and (is_column or not rhs.is_stored_narrow)) or (is_column and not lhs.is_stored_narrow)
     if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large
         return f"only {size} numbers are summed" if size > 1 else "nothing is summed: an outer product"
     return _VECTOR if is_vector else None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
@@ -10,7 +11,7 @@ from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import Demand, Step
 from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.tags import is_smaller
-from mpx._jaxprs import called_jaxpr, is_f32, is_literal, open_jaxpr
+from mpx._jaxprs import called_jaxpr, dtype_of, is_f32, is_literal, open_jaxpr
 from mpx._primitives import facts_of, is_call
 
 _UNKNOWN = Demand()
@@ -28,6 +29,8 @@ def with_demands(program: jex_core.Jaxpr, steps: Sequence[Step]) -> tuple[tuple[
         results = [found.get(v, _UNKNOWN) for v in step.eqn.outvars]
         if step.action == "round_cotangent" and not _are_activated(step.eqn, results):
             step = step._replace(action="keep")
+        if step.action == "narrow" and step.runs_in.is_narrow:
+            step = step._replace(stays_rounded=any(demand.used_in != step.runs_in.dtype for demand in results))
         decided.append(step)
         for v, demand in zip(step.eqn.invars, _of_operands(step, results), strict=True):
             if not is_literal(v):
@@ -64,11 +67,19 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
         # An elementwise operation in 16 bits rounds the cotangents of a bias before they are added up, not after.
         is_bias = lambda v: not facts.contraction and is_smaller(v, eqn.outvars[0])
         return [demand._replace(cotangent_in=None) if is_bias(v) else demand for v in eqn.invars]
+    if _is_cast(eqn):
+        return [demand._replace(used_in=dtype_of(eqn.outvars[0]))]
     if len(results) == 1:
         used_in = results[0].used_in if facts.moves in ("same", "moved", "received") else None
         cotangent_in = results[0].cotangent_in if facts.copies_of_operand == "one" else None
         demand = demand._replace(used_in=used_in, cotangent_in=cotangent_in)
     return [demand] * len(eqn.invars)
+
+
+def _is_cast(eqn: JaxprEqn) -> bool:
+    """Return whether an equation rounds a float32 value to 16 bits, as the program asks."""
+    is_to_16_bits = lambda v: jnp.issubdtype(dtype_of(v), jnp.floating) and dtype_of(v).itemsize == 2
+    return eqn.primitive.name == "convert_element_type" and is_f32(eqn.invars[0]) and is_to_16_bits(eqn.outvars[0])
 
 
 def _are_activated(eqn: JaxprEqn, results: list[Demand]) -> bool:

@@ -11,7 +11,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
-from mpx._autocast import contraction, mapped, recompute
+from mpx._autocast import contraction, mapped, recompute, rounding
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import Plan, Run, Settings, Step
 from mpx._jaxprs import (
@@ -57,11 +57,13 @@ def _run_inside(step: Step, operands: list[Any], run: Run, settings: Settings) -
 def _run_narrowed(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:
     eqn = step.eqn
     if facts_of(eqn).contraction:
-        return [_as_traced(_contracted(step, settings)(eqn, operands), eqn.outvars[0])]
-    narrow = [_narrowed(x, v, eqn, step.runs_in.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
-    results = eqn.primitive.bind(*narrow, **eqn.params)
-    results = results if eqn.primitive.multiple_results else [results]
-    return [_as_traced(x, v) for x, v in zip(results, eqn.outvars, strict=True)]
+        results = [_contracted(step, settings)(eqn, operands)]
+    else:
+        narrow = [_narrowed(x, v, eqn, step.runs_in.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
+        results = eqn.primitive.bind(*narrow, **eqn.params)
+        results = results if eqn.primitive.multiple_results else [results]
+    results = [_as_traced(x, v) for x, v in zip(results, eqn.outvars, strict=True)]
+    return [rounding.kept(x, step.runs_in.dtype) for x in results] if step.stays_rounded else results
 
 
 def _run_if_mapped(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:

@@ -35,6 +35,11 @@ class Tag(NamedTuple):
         """Return whether it has elements of an argument that is stored in 16 bits."""
         return self.is_argument and self.representable_in is not None
 
+    @property
+    def is_stored_narrow(self) -> bool:
+        """Return whether it is an argument that is stored in 16 bits, perhaps with elements written over: a cache."""
+        return self.is_narrow_weight or self.stored_in is not None
+
 
 UNKNOWN = Tag()
 
