@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpx._autocast import fp8
+from mpx._autocast import fp8, rounding
 from mpx._autocast import wide_gradients as wide
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.tags import UNKNOWN, Tag
@@ -97,7 +97,9 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
         is_vector = kernel[inputs] == 1 and kernel[outputs] == groups
     else:
         is_row, is_column = _are_vectors(eqn)
-        is_vector = (is_row and (is_column or not rhs.is_stored_narrow)) or (is_column and not lhs.is_stored_narrow)
+        _, (batch, _) = _dot_numbers(eqn)
+        is_narrow = lambda tag: tag.is_narrow_weight or (tag.is_cache and len(batch) > 0)  # a head's part of a cache
+        is_vector = (is_row and (is_column or not is_narrow(rhs))) or (is_column and not is_narrow(lhs))
     if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large
         return f"only {size} numbers are summed" if size > 1 else "nothing is summed: an outer product"
     return _VECTOR if is_vector else None
@@ -145,6 +147,7 @@ def run_narrowed(
         return fp8.run_in_8_bits(eqn, operands, precision.fp8, wide_gradients, in_memory)
     if precision.algorithm is not None:
         return eqn.primitive.bind(*operands, **(eqn.params | {"precision": precision.algorithm}))
+    operands = [*(rounding.kept(x, precision) for x in operands[:2]), *operands[2:]]
     if any(wide_gradients):
         return wide.contract(eqn, operands, precision.dtype, wide_gradients)
     # Each use rounds its own copy. A shared copy would add up the cotangents of its uses in 16 bits.

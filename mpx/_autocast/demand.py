@@ -30,7 +30,7 @@ def with_demands(program: jex_core.Jaxpr, steps: Sequence[Step]) -> tuple[tuple[
         if step.action == "round_cotangent" and not _are_activated(step.eqn, results):
             step = step._replace(action="keep")
         if step.action == "narrow" and step.runs_in.is_narrow:
-            step = step._replace(stays_rounded=any(demand.used_in != step.runs_in.dtype for demand in results))
+            step = step._replace(is_read_wide=any(demand.used_in != step.runs_in.dtype for demand in results))
         decided.append(step)
         for v, demand in zip(step.eqn.invars, _of_operands(step, results), strict=True):
             if not is_literal(v):

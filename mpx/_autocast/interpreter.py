@@ -63,7 +63,7 @@ def _run_narrowed(step: Step, operands: list[Any], run: Run, settings: Settings)
         results = eqn.primitive.bind(*narrow, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
     results = [_as_traced(x, v) for x, v in zip(results, eqn.outvars, strict=True)]
-    return [rounding.kept(x, step.runs_in.dtype) for x in results] if step.stays_rounded else results
+    return [rounding.kept(x, step.runs_in, on_gpu=step.is_read_wide) for x in results]
 
 
 def _run_if_mapped(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:

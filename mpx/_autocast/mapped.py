@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpx._autocast import contraction, rounding
+from mpx._autocast import contraction
 from mpx._autocast import wide_gradients as wide
 
 Narrow = Callable[[JaxprEqn, list[Any]], jax.Array]  # runs a contraction in the compute dtype
@@ -47,8 +47,7 @@ def _batched(operands: list[Any], axes: list[int | None], program: ClosedJaxpr, 
     def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
         if contraction.why_no_gain(eqn) is not None:
             return product(eqn, operands, narrow)
-        result = narrow(eqn, operands)
-        return rounding.kept(lax.convert_element_type(result, np.float32), result.dtype)
+        return lax.convert_element_type(narrow(eqn, operands), np.float32)
 
     return wide.evaluated(batched, operands, contracted), 0
 

@@ -62,7 +62,7 @@ class Step(NamedTuple):
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
     plans: tuple["Plan", ...] = ()  # of the programs inside, if they may be entered
-    stays_rounded: bool = False  # whether it is narrowed, and a use would see it if a compiler did not round the result
+    is_read_wide: bool = True  # whether a use of its results does not round them, if it is narrowed
     reason: str | None = None  # why a contraction in it is kept, or runs in 16 bits and not in 8
 
     @property

@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
+from mpx._autocast import rounding
 from mpx._autocast.border import Crossing, packed, travels_in, unpacked
 from mpx._autocast.plan import Demand, Plan, Run, Settings, Step, walk
 from mpx._jaxprs import count_uses, is_f32, is_literal, open_jaxpr, part_of
@@ -154,4 +155,4 @@ def run_activation(step: Step, operands: list[Any], run_plan: Run, settings: Set
     if not plan.checkpoints:
         plan.checkpoints.append(jax.checkpoint(activation))
     result = plan.checkpoints[0](*packed(operands, crossings))
-    return [lax.convert_element_type(result, np.float32)]
+    return [rounding.kept(lax.convert_element_type(result, np.float32), step.runs_in)]

@@ -1,8 +1,9 @@
-"""Keep a rounding: a function has one value, wherever it is called.
+"""Keep roundings: a function has one value, wherever it is called.
 
-XLA may leave out a conversion to 16 bits and back, and does so by what stands around it: on a CPU behind products of
-many rows and in front of a softmax, on a GPU where it adds up parts of a product. Then a sampler, which has one token
-at a time, computes other logits than the trainer with whole sequences. No compiler leaves out `reduce_precision`.
+XLA may leave out a conversion to 16 bits and back, and does so by what stands around it. A CPU has no products in 16
+bits, so XLA may leave out those of operands and of results. A GPU has them, and XLA leaves out that of a small result
+which it adds up from parts. Then a sampler, which has one token at a time, computes other logits than a trainer with
+whole sequences. No compiler leaves out `reduce_precision`.
 """
 
 from typing import Any
@@ -14,23 +15,40 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from mpx._autocast.precision import ContractionPrecision
 
-def kept(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return a float32 array that was rounded to 16 bits, and is so whatever the compiler does; all else as it is.
+# Of a device's part of a result. XLA (jax 0.10) splits a product if that makes less than 500 tiles of 64 x 128.
+_MOST_OF_PARTS = 500 * 64 * 128
 
-    The derivative is that of the array. A primitive, because that of `reduce_precision` rounds cotangents.
+
+def kept(x: jax.Array, precision: ContractionPrecision, *, on_gpu: bool = False) -> jax.Array:
+    """Return a float32 array that is rounded to the 16 bits of a precision, as the program says already.
+
+    Other arrays are returned as they are. `on_gpu` is for results that are read in float32. The derivative is that of
+    the array.
     """
-    return _kept.bind(x, dtype=np.dtype(dtype)) if x.dtype == np.float32 else x
+    if x.dtype != np.float32 or not precision.is_narrow:
+        return x
+    mesh = jax.sharding.get_abstract_mesh()
+    most = _MOST_OF_PARTS * (1 if mesh.empty else mesh.size)
+    is_small = not isinstance(x.size, int) or x.size <= most  # a symbolic size (`jax.export`) may be
+    return _kept.bind(x, dtype=precision.dtype, on_gpu=on_gpu and is_small)
 
 
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(x: jax.Array, dtype: Any, **_: bool) -> jax.Array:
     # With all exponents: float16 has subnormal numbers, which fewer bits would flush to zero.
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=jnp.finfo(dtype).nmant)
 
 
+def _rounded_if_asked(x: jax.Array, dtype: Any, on_gpu: bool) -> jax.Array:
+    return _rounded(x, dtype) if on_gpu else x
+
+
+# A primitive, because the derivative of `reduce_precision` rounds cotangents.
 _kept = Primitive("rounding_kept")
 _kept.def_impl(_rounded)
-_kept.def_abstract_eval(lambda x, dtype: x)
-ad.primitive_jvps[_kept] = lambda primals, tangents, dtype: (_kept.bind(*primals, dtype=dtype), tangents[0])
+_kept.def_abstract_eval(lambda x, **_: x)
+ad.primitive_jvps[_kept] = lambda primals, tangents, **how: (_kept.bind(*primals, **how), tangents[0])
 batching.defvectorized(_kept)
-mlir.register_lowering(_kept, mlir.lower_fun(_rounded, multiple_results=False))
+mlir.register_lowering(_kept, mlir.lower_fun(_rounded_if_asked, multiple_results=False))
+mlir.register_lowering(_kept, mlir.lower_fun(_rounded, multiple_results=False), platform="cpu")

@@ -23,6 +23,7 @@ class Tag(NamedTuple):
     is_copied: bool = False  # whether an element may occur twice, so that cotangents have yet to be added up
     gradient_in: np.dtype | None = None  # the dtype that its gradient, of one use, may be rounded to once it is a sum
     stored_in: np.dtype | None = None  # the 16-bit dtype of the argument that it is, perhaps with elements written over
+    is_widened: bool = False  # whether the program has it in 16 bits by its own casts
     is_product: bool = False  # whether it is a narrowed contraction's result: that contraction rounds its cotangent
 
     @property
@@ -36,9 +37,9 @@ class Tag(NamedTuple):
         return self.is_argument and self.representable_in is not None
 
     @property
-    def is_stored_narrow(self) -> bool:
-        """Return whether it is an argument that is stored in 16 bits, perhaps with elements written over: a cache."""
-        return self.is_narrow_weight or self.stored_in is not None
+    def is_cache(self) -> bool:
+        """Return whether it is read from an array in 16 bits that the program writes to."""
+        return self.is_widened or self.stored_in is not None
 
 
 UNKNOWN = Tag()
@@ -70,6 +71,7 @@ def tag_of_elements(eqn: JaxprEqn, pairs: Sequence[tuple[Any, Tag]], result: Any
         is_argument=any(tag.is_argument for _, tag in arrays),
         is_copied=is_broadcast or facts.copies_of_operand == "many" or any(tag.is_copied for _, tag in arrays),
         stored_in=_stored_in(eqn, [tag for _, tag in pairs]) if is_f32(result) else None,
+        is_widened=bool(arrays) and all(tag.is_widened or dtype_of(v).itemsize == 2 for v, tag in arrays),
         is_product=facts.copies_of_operand == "one" and all(tag.is_product for _, tag in arrays),
     )
 
