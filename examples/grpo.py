@@ -44,7 +44,7 @@ def empty_cache(rows: int, dtype: Any) -> Any:
 
 
 def norm(x: jax.Array) -> jax.Array:
-    """Return rows of length one in the root mean square."""
+    """Return rows with a root mean square of one."""
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
@@ -62,7 +62,7 @@ def logits_and_cache(params: Any, tokens: jax.Array, cache: Any, at: Any) -> tup
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, values.astype(x.dtype)).reshape(x.shape)
         x = x + mixed @ w["out"]
         x = x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"]
-    head = mpx.full_precision(lambda x, head: x @ head)  # see the page: logits are where a rounding shows most
+    head = mpx.full_precision(lambda x, head: x @ head)  # a rounding shows most in logits
     return head(norm(x), params["head"]), new_cache
 
 
@@ -145,7 +145,7 @@ def train(recipe: str, steps: int) -> tuple[list[float], list[float]]:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1)] = 300,
+    steps: Annotated[int, typer.Option(min=1)] = 150,
     plot: Annotated[Path, typer.Option(help="The file of the plot.")] = Path("grpo.png"),
 ) -> None:
     """Train by each recipe, and plot rewards and ratios."""

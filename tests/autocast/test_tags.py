@@ -176,6 +176,7 @@ NOT_HERE = {
     "ragged_all_to_all",
     "reshard",
     "roll",
+    "rounding_kept",
     "broadcast_to",
 }
 

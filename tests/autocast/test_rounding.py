@@ -1,0 +1,74 @@
+"""Check that a function has one value, wherever it is called: what autocast rounds stays rounded in every program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpx
+from mpx._autocast import rounding
+from mpx._autocast.precision import precision_of_dtype
+from tests.autocast.helpers import half_dtypes, normal
+from tests.helpers import BF16, F16, all_eqns
+
+WEIGHT = normal(1, 128, 128) / 11
+
+# What reads a product, and what it reads: functions of the product of x and a weight.
+READERS = {
+    "a sum with its input": lambda multiply, x: x + multiply(x),
+    "an activation": lambda multiply, x: jax.nn.silu(multiply(x)) * multiply(x + 1),
+    "a sum of its own": lambda multiply, x: multiply(x).sum(-1),
+    "a softmax": lambda multiply, x: jax.nn.softmax(multiply(x)),
+    "a loss": lambda multiply, x: jax.nn.log_softmax(multiply(x))[..., 0],
+    "another product": lambda multiply, x: multiply(multiply(x)),
+    "a product of an activation": lambda multiply, x: multiply(jnp.tanh(multiply(x))),
+    "a scan": lambda multiply, x: lax.scan(lambda x, _: (x + multiply(jnp.tanh(x)), None), x, None, length=2)[0],
+}
+
+
+def rounded(x, dtype):
+    return x.astype(dtype).astype(np.float32)  # eagerly: each operation is a program
+
+
+def by_hand(dtype, rounds=rounded):
+    weight = rounded(WEIGHT, dtype)
+    return lambda x: rounds(jnp.matmul(rounded(x, dtype), weight, precision="highest"), dtype)
+
+
+@half_dtypes
+@pytest.mark.parametrize("shape", [(64, 128), (4, 64, 128), (4, 1, 128), (300, 17, 128)], ids=str)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_product_is_rounded_whatever_reads_it_and_however_many_rows_it_has(reader, shape, dtype):
+    """In a program by hand XLA for a CPU rounds some of these: the control is a result that is not rounded."""
+    read, x = READERS[reader], normal(0, *shape)
+    found = jax.jit(mpx.autocast(lambda x: read(lambda x: x @ WEIGHT, x), dtype))(x)
+    with jax.disable_jit():
+        expected, unrounded = read(by_hand(dtype), x), read(by_hand(dtype, lambda x, _: x), x)
+    error = lambda other: float(jnp.abs(found - other).mean() / jnp.abs(other).mean())
+    # The order of sums may turn one rounding in thousands.
+    assert error(expected) < 0.1 * error(unrounded)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_a_kept_rounding_is_exact_and_has_the_derivative_of_its_operand(dtype):
+    """Subnormal numbers of float16 are kept too."""
+    kept = lambda x: rounding.kept(x, precision_of_dtype(dtype), on_gpu=True)
+    every = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float32)
+    every = every[np.isfinite(every) & (np.abs(every) >= np.finfo(np.float32).tiny) | (every == 0)]
+    np.testing.assert_array_equal(jax.jit(kept)(every), every)
+    x, t = normal(0, 64), normal(1, 64)
+    assert (kept(x) != x).mean() > 0.9
+    np.testing.assert_array_equal(jax.jvp(kept, (x,), (t,))[1], t)
+    np.testing.assert_array_equal(jax.vjp(kept, x)[1](t)[0], t)
+    np.testing.assert_array_equal(jax.vmap(kept)(x.reshape(8, 8)), kept(x).reshape(8, 8))
+
+
+@pytest.mark.parametrize(("rows", "is_kept"), [(512, True), (2**16, False)])
+def test_on_a_gpu_only_a_small_result_that_float32_reads_is_rounded_again(rows, is_kept):
+    """XLA adds up a small result from parts. A larger one is in 16 bits in memory."""
+    loss = lambda x, w: jnp.tanh(x @ w @ w).sum()
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((rows, 128), (128, 128))]
+    eqns = all_eqns(jax.make_jaxpr(mpx.autocast(loss, "bf16"))(*shapes).jaxpr)
+    of_results = [eqn.params["on_gpu"] for eqn in eqns if eqn.primitive.name == "rounding_kept"]
+    assert of_results.count(True) == is_kept  # of two: the next product rounds the first
