@@ -157,6 +157,16 @@ def test_every_page_and_every_notebook_stands_in_the_navigation_once():
     assert sorted(in_navigation()) == sorted([*map(name_of, PAGES), *notebooks])
 
 
+def test_a_menu_names_a_page_as_its_first_line_does():
+    """Below a menu that is a part of it, it may be left out: *Coming from*, torch.amp."""
+    entries = re.findall(r"^ +- (?:(.+): )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    titles = {path: re.search(r"^# (.*)$", (DOCS / path).read_text(), re.MULTILINE)[1] for _, path in entries}
+    shown = {path: re.sub("^(Coming from|Reference:) (.)", lambda found: found[2], title) for path, title in titles.items()}
+    wanted = [(name, path) for name, path in entries if name and path != "index.md"]
+    assert len(wanted) > 25
+    assert [(name, shown[path]) for name, path in wanted if name.lower() != shown[path].lower()] == []
+
+
 def test_each_station_of_a_gradient_is_in_the_file_that_the_page_names():
     stations = re.findall(r"`(mpx/[\w/]+\.py)`, `(\w+)`", (DOCS / "concepts" / "index.md").read_text())
     assert len(stations) > 10
