@@ -172,9 +172,9 @@ def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], l
             f"Training may use {limit / 1e9:.4g} GB of a device. JAX takes 75% of a GPU, or what the variable "
             f"{FRACTION} says: {MOST} where nothing else runs."
         )
-    fit = [name for name in comparison.plans if comparison.fits.get(name, True)]
+    fit = [name for name in comparison.plans if comparison.fits.get(name) != "no"]
     if not fit:
-        smallest = min(comparison.plans, key=lambda name: comparison.plans[name].peak_bytes_a_device)
+        smallest = min(comparison.plans, key=lambda name: comparison.plans[name].least_peak_bytes_a_device)
         found = [f"- {change}" for change in changes(smallest)]
         nothing = ["Nothing fits, nor would it on 1,024 times as many devices: give a shorter --sequence."]
         yield "\n".join(["Nothing fits. It would with", *found] if found else nothing)
@@ -194,11 +194,11 @@ def changes_that_fit(
     """
 
     def first(changes):
-        return [x for x in changes if any(plan(**{**given, "recipe": [recipe], **x}).fits.values())][:1]
+        return [x for x in changes if {"no"} != {*plan(**{**given, "recipe": [recipe], **x}).fits.values()}][:1]
 
     are_several, batch = given["devices"] > 1, given["batch"]
     peaks = {  # of all recipes that this rule can have
-        name: p.peak_bytes_a_device
+        name: p.least_peak_bytes_a_device
         for some in ([], [recipe])
         for name, p in plan(**{**given, "recipe": some}).plans.items()
     }

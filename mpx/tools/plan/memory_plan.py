@@ -6,8 +6,9 @@ for any optimizer and any wrapper.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 import jax
@@ -24,7 +25,8 @@ from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._tables import Result, Table, Unit, digits, shown, unit_for
-from mpx.tools.plan.peak import Kept, peak_of, shapes_of
+from mpx.tools.plan import peak as peaks
+from mpx.tools.plan.peak import CHOICES, Need, Peak
 from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Entry, Kind, PlanRow, entries_of, rows_of, state_entries
 
 _UNSHARDED = "unsharded"  # an axis of one device: a state sharded along it is whole
@@ -37,8 +39,8 @@ class MemoryPlan(Result):
 
     rows: tuple[PlanRow, ...]  # one for each field of the optimizer state, and one for all scalars
     parameters: int  # the number of trained elements
-    peak: Mapping[str, int]  # bytes that a device needs besides, where it needs most; empty for a batch of 0
-    step: str  # whose peak that is
+    step: str  # whose peak is planned; empty for a batch of 0
+    _peaks: tuple[Peak, ...]  # of all programs that this step may be
     devices: int = 1  # of the mesh; 1 without a mesh
     gathered_bytes_a_parameter: float = 0.0  # of new parameters of `zero1`, or of weights, for either pass
     summed_bytes_a_parameter: float = 0.0  # bytes of gradients that devices add up in a step
@@ -69,9 +71,45 @@ class MemoryPlan(Result):
         return self.total_bytes_a_device / self.parameters
 
     @property
+    def peak(self) -> tuple[Need, ...]:
+        """What a device needs besides at the peak: the program that needs least, and the one that may need most."""
+        return peaks.merged(self._least, self._most) if self._peaks else ()
+
+    @property
+    def least_peak_bytes_a_device(self) -> int:
+        """Bytes that one device needs at the peak, if the program is the one that needs least."""
+        return self.total_bytes_a_device + (self._least.least if self._peaks else 0)
+
+    @property
     def peak_bytes_a_device(self) -> int:
-        """Bytes that one device needs where the step needs most."""
-        return self.total_bytes_a_device + sum(self.peak.values())
+        """Bytes that one device needs at the peak at most, whatever the program."""
+        return self.total_bytes_a_device + (self._most.most if self._peaks else 0)
+
+    @property
+    def _least(self) -> Peak:
+        return min(self._peaks, key=lambda peak: peak.least)
+
+    @property
+    def _most(self) -> Peak:
+        return max(reversed(self._peaks), key=lambda peak: peak.most)
+
+    def fits(self, memory_bytes: float) -> str:
+        """Return whether a device with so many bytes can run the step.
+
+        Returns:
+            `"yes"`, whatever the program; `"no"`; `"only with ..."`, followed by what a program must have, if that is
+            open; or `"perhaps"`, where XLA's choices decide.
+        """
+        free = memory_bytes - self.total_bytes_a_device
+        if self.peak_bytes_a_device <= memory_bytes or self.least_peak_bytes_a_device > memory_bytes:
+            return "yes" if self.peak_bytes_a_device <= memory_bytes else "no"
+        is_open = {name: len({getattr(peak.program, name) for peak in self._peaks}) > 1 for name in CHOICES}
+        names = [name for name in CHOICES if is_open[name]]
+        for wanted in itertools.chain.from_iterable(itertools.combinations(names, n + 1) for n in range(len(names))):
+            such = [peak for peak in self._peaks if all(getattr(peak.program, name) for name in wanted)]
+            if max(peak.most for peak in such) <= free:
+                return f"only with {peaks.listed(CHOICES[name][True] for name in wanted)}"
+        return "perhaps"
 
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
@@ -79,25 +117,34 @@ class MemoryPlan(Result):
         return sum(row.bytes_a_device for row in self.rows if row.kind == kind)
 
     def largest_model(self, memory_bytes: float) -> int:
-        """Return how many parameters can be trained in this way in the memory of one device.
+        """Return how many parameters can be trained in the memory of one device, by the program that needs least.
 
         All parts grow in proportion, except counts and keys. The answer is 0 if not even one parameter fits.
         """
         fixed = sum(row.bytes_a_device for row in self.rows if row.name in (SCALARS, KEY))
-        return max(0, (int(memory_bytes) - fixed) * self.parameters // (self.peak_bytes_a_device - fixed))
+        return max(0, (int(memory_bytes) - fixed) * self.parameters // (self.least_peak_bytes_a_device - fixed))
 
     def _parts(self) -> Iterator[Table | str]:
         unit = unit_for([self.peak_bytes_a_device])
         parts = [(row.name, row.kind, " ".join(row.dtypes), row.bytes_a_device) for row in self.rows]
-        sums = {"held": self.total_bytes_a_device, **self.peak, "peak": self.peak_bytes_a_device}
-        parts += [(name, "", "", count) for name, count in sums.items() if self.peak or name == "held"]
+        parts.append(("held", "", "", self.total_bytes_a_device))
         lines = [(*names, shown(count, unit), digits(count / self.parameters)) for *names, count in parts]
         yield Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
-        if self.peak:
-            yield f"Peak: {self.step}."
+        if self._peaks:
+            needs = [(need.term, need.least, need.most, need.why) for need in self.peak]
+            needs.append(("peak, with held", self.least_peak_bytes_a_device, self.peak_bytes_a_device, ""))
+            rows = [(term, shown(least, unit), shown(most, unit), why) for term, least, most, why in needs]
+            yield Table("Besides, at the peak", [("needs", "from", "to", "why"), *rows], (1, 2))
+            yield self.of_which_program()
         if self.devices > 1:
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
             yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."
+
+    def of_which_program(self) -> str:
+        """Name the program whose peak this is, or those with the least and the most."""
+        named = [("from", self._least.program), ("to", self._most.program)]
+        lines = [f"{end} {program}" for end, program in named] if len(self._peaks) > 1 else [str(named[0][1])]
+        return ":\n".join([f"The peak is that of {self.step}", ",\n".join(lines) + "."])
 
     def title(self, unit: Unit) -> str:
         """Return the title of a table of bytes in some unit."""
@@ -116,7 +163,12 @@ def memory_plan(
     param_specs: Any = None,
     batch: int = 1,
     sequence: int = 4096,
-    kept: Kept | None = None,
+    kept: peaks.Kept | None = None,
+    attention: peaks.Attention | None = None,
+    logits: peaks.Logits | None = None,
+    checkpoint: bool | None = None,
+    scan: bool | None = None,
+    heads: int | None = None,
 ) -> MemoryPlan:
     """Count the bytes that a training run needs, from shapes alone: nothing is allocated, however large the model is.
 
@@ -124,8 +176,8 @@ def memory_plan(
     narrower of its parameter's dtype and the policy's compute dtype, or on several devices the dtype of their sum. An
     array that stands in the tree twice counts twice, since `jax.jit` returns two.
 
-    The peak is that of a transformer whose layers run in a `scan`, each in a checkpoint: within 10% of the programs of
-    `examples/llama.py`. For another model give `batch=0`, and read the rest off its program: `step_report`.
+    The peak is that of a transformer with these weights, by formulas: from the program that needs least to the one that
+    needs most, of all that `attention`, `logits`, `checkpoint` and `scan` leave open. A program says more: `step_report`.
 
     Args:
         model: a function without arguments that makes the parameters, which is traced and not run; or a tree of them,
@@ -143,6 +195,11 @@ def memory_plan(
         batch: sequences of a device; 0 for what is held alone.
         sequence: tokens of a sequence.
         kept: as in `mpx.checkpoint`, `"bf16"` or `"8bit"`; None for `jax.checkpoint`.
+        attention: `"xla"` if scores are arrays, `"kernel"` if attention is one, such as cuDNN's. None: either.
+        logits: `"whole"`, or in `"parts"` whose logits are computed again in the backward pass. None: either.
+        checkpoint: whether a layer keeps its input alone, by a checkpoint around it. None: either.
+        scan: whether layers run in a `scan`; else they are unrolled. None: either.
+        heads: of queries. None: as shapes tell, or of 64 to 128 numbers each.
 
     Returns:
         A `MemoryPlan`.
@@ -150,7 +207,7 @@ def memory_plan(
     Raises:
         TypeError: if `tx`, `policy` or `mesh` has another type.
         ValueError: if there are no floating-point parameters, a dtype is not floating-point, the mesh has no such axis,
-            `param_specs` do not divide a parameter, or `kept` is something else.
+            `param_specs` do not divide a parameter, or `kept`, `attention` or `logits` is something else.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(1e-3), "bf16", storage="split")
@@ -165,8 +222,8 @@ def memory_plan(
         counts and scalars  other state    int32     0.000    0.000
         held                                         14.68    14.00
         >>> plan = memory_plan(8_000_000_000, tx, "bf16")
-        >>> f"{plan.peak_bytes_a_device / 1e9:.1f} GB, for {plan.step}"
-        '119.3 GB, for 1 x 4,096 tokens a device, 32 layers of width 4,096 in a scan, each in jax.checkpoint'
+        >>> f"{plan.least_peak_bytes_a_device / 1e9:.1f} to {plan.peak_bytes_a_device / 1e9:.1f} GB, for {plan.step}"
+        ''
     """
     tx = _errors.as_transformation(tx, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)
@@ -200,14 +257,27 @@ def memory_plan(
         *state_entries(state, shardings),
     ]
     sent = _sent(weights, entries_of("gradients", narrow, whole), policy, along)
-    leaves, rows = jax.tree.leaves(narrow), rows_of(entries)
-    shapes = shapes_of(count) if _errors.is_integer(model) else [p.shape for p in leaves]
-    itemsize = max(leaves, key=lambda p: math.prod(p.shape)).dtype.itemsize
-    is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
-    held = sum(row.bytes_a_device for row in rows)
-    given = (shapes, held, batch, sequence, kept, itemsize, summed.itemsize, is_gathered)
-    peak, step = peak_of(*given) if batch else ({}, "")
-    return MemoryPlan(rows, count, peak, step, on.size, *(n / count for n in sent))
+    rows, needed, step = rows_of(entries), (), ""
+    if batch:
+        leaves, dtypes = jax.tree.leaves(narrow), {row.kind: row.dtypes for row in rows}
+        is_number = _errors.is_integer(model)
+        sizes = peaks.llama_of(count, heads) if is_number else peaks.sizes_of([p.shape for p in leaves], heads)
+        is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
+        run = peaks.Run(
+            batch,
+            sequence,
+            kept,
+            narrow=max(leaves, key=lambda p: math.prod(p.shape)).dtype.itemsize,
+            wide=summed.itemsize,
+            gradients=sum(row.bytes_a_device for row in rows if row.kind == "gradients"),
+            devices=on.size if is_gathered else 1,
+            update=8 if "uint8" in dtypes.get("low bits", ()) else 4 if "scales of blocks" in dtypes else 0,
+        )
+        written = peaks.programs(attention, logits, checkpoint, scan, kept)
+        needed = tuple(peaks.peak_of(program, sizes, run) for program in written)
+        tokens = f"{batch:,} x {sequence:,} tokens a device"
+        step = f"a transformer of {sizes.layers:,} layers of width {sizes.width:,} on {tokens}"
+    return MemoryPlan(rows, count, step, needed, on.size, *(n / count for n in sent))
 
 
 def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | AbstractMesh, str, Any]:

@@ -6,15 +6,18 @@ which XLA keeps it under `autocast`; where XLA has a choice, it has two ends. `t
 the terms against programs for GPUs of models that were written elsewhere.
 """
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-Kept = Literal["bf16", "8bit"]
+from mpx import _errors
+
+Kept, Attention, Logits = Literal["bf16", "8bit"], Literal["xla", "kernel"], Literal["whole", "parts"]
 PARTS = 8  # of logits that are not whole
 _KEPT = {None: 4, "bf16": 2, "8bit": 1}  # bytes of a number that a checkpoint keeps
 # Parameters, layers, width, widths of the perceptron and of keys, and vocabulary of GPT-2 and of Llamas with a head of
@@ -25,26 +28,30 @@ _KNOWN += [[70.55e9, 80, 8192, 28_672, 1024, 128_256], [405.9e9, 126, 16_384, 53
 
 
 class Program(NamedTuple):
-    """How a step is written."""
+    """How a step is written; what needs less memory is true."""
 
-    attention: Literal["xla", "kernel"]  # whether scores are arrays
-    logits: Literal["whole", "parts"]
-    checkpoint: bool  # whether a layer keeps its input alone, and is computed again
+    kernel: bool  # of attention; else XLA makes an array of scores
+    parts: bool  # of logits; else they are whole
+    checkpoint: bool  # a layer keeps its input alone, and is computed again
     scan: bool  # over layers; else they are unrolled
 
     def __str__(self) -> str:
-        return ", ".join(
-            (
-                "layers in a scan" if self.scan else "layers unrolled",
-                "a checkpoint a layer" if self.checkpoint else "no checkpoint",
-                "logits whole" if self.logits == "whole" else f"logits in {PARTS} parts",
-                "attention by XLA" if self.attention == "xla" else "attention in a kernel",
-            )
-        )
+        """Name the program."""
+        return listed(CHOICES[name][chosen] for name, chosen in self._asdict().items())
 
 
-class Need(NamedTuple):
-    """Bytes that a device needs at the peak beside those that it holds, and why."""
+# What each choice is called, by whether it needs less memory.
+CHOICES = {
+    "kernel": ("attention by XLA", "attention in a kernel"),
+    "parts": ("logits whole", f"logits in {PARTS} parts"),
+    "checkpoint": ("no checkpoint", "a checkpoint a layer"),
+    "scan": ("layers unrolled", "layers in a scan"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Bytes that a device needs at the peak beside those that it holds."""
 
     term: str
     least: int
@@ -56,8 +63,8 @@ class Peak(NamedTuple):
     """What a program needs at its peak: at the moment when it needs most for certain, and when it may need most."""
 
     program: Program
-    at_least: tuple[Need, ...]
-    at_most: tuple[Need, ...]
+    at_least: Sequence[Need]
+    at_most: Sequence[Need]
 
     @property
     def least(self) -> int:
@@ -68,6 +75,19 @@ class Peak(NamedTuple):
     def most(self) -> int:
         """Bytes that it may need beside those that it holds."""
         return sum(need.most for need in self.at_most)
+
+
+class Run(NamedTuple):
+    """What a step computes with."""
+
+    batch: int  # sequences of a device
+    sequence: int  # tokens of each
+    kept: Kept | None  # how a checkpoint keeps the input of a layer
+    narrow: int  # bytes of a number in a product
+    wide: int  # and of a gradient that devices add up
+    gradients: int  # bytes that a device holds
+    devices: int  # over which all weights are divided
+    update: int  # bytes of an element that XLA may write while it rounds the largest array's state
 
 
 class Sizes(NamedTuple):
@@ -81,6 +101,7 @@ class Sizes(NamedTuple):
     head: int  # elements of the largest matrix outside of layers, the embedding or the head
     in_a_layer: int  # elements of its matrices
     largest: int  # elements of the largest array
+    share: float  # of all elements, that are in layers
 
 
 def shapes_of(parameters: int) -> list[tuple[int, ...]]:
@@ -90,6 +111,13 @@ def shapes_of(parameters: int) -> list[tuple[int, ...]]:
     layers, width, hidden, keys, words = (round(math.exp(np.interp(at, known, size))) for size in sizes)
     sides = [(width, width)] * 2 + [(width, keys)] * 2 + [(width, hidden)] * 2 + [(hidden, width)]
     return [(words, width), (width, words), *((layers, *side) for side in sides)]
+
+
+def llama_of(parameters: int, heads: int | None = None) -> Sizes:
+    """Return the sizes of a Llama with so many parameters, whose heads have 128 numbers, or 64 in a small one."""
+    sizes = sizes_of(shapes_of(parameters))
+    heads = heads or max(1, sizes.width // (128 if sizes.width > 2048 else 64))
+    return sizes._replace(heads=(heads, heads))
 
 
 def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Sizes:
@@ -126,6 +154,7 @@ def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Siz
         head=max((math.prod(matrix) for matrix in times if matrix not in repeated), default=0),
         in_a_layer=sum(size[matrix] for matrix in repeated) // max(layers, 1),
         largest=max(map(math.prod, shapes), default=0),
+        share=sum(map(size.__getitem__, repeated)) / max(sum(size.values()), 1),
     )
 
 
@@ -138,112 +167,90 @@ def _matrix(shape: tuple[int, ...], width: int) -> tuple[int, tuple[int, int]]:
     return math.prod(shape[:at]), (shape[at], math.prod(shape[at + 1 :]))
 
 
-def programs(given: Mapping[str, str | bool | None]) -> list[Program]:
-    """Return the programs that are written as is said; what is None is open."""
-    choices = {"attention": ("xla", "kernel"), "logits": ("whole", "parts"), "checkpoint": (False, True)}
-    open_or_given = [x if given[n] is None else (given[n],) for n, x in {**choices, "scan": (False, True)}.items()]
-    return [Program(*chosen) for chosen in itertools.product(*open_or_given)]  # pyright: ignore[reportArgumentType]
+def listed(names: Iterable[str]) -> str:
+    """Return names as a text lists them."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
 
 
-def peak_of(
-    program: Program,
-    sizes: Sizes,
-    batch: int,
-    sequence: int,
-    kept: Kept | None,
-    narrow: int,
-    wide: int,
-    gradients: int,
-    devices: int,
-    is_rounded: bool,
-) -> Peak:
-    """Return the bytes that a device needs at the peak beside those that it holds.
+def programs(attention: Any, logits: Any, checkpoint: bool | None, scan: bool | None, kept: Any) -> list[Program]:
+    """Return the programs that are written as a user says; what is None is open."""
+    for name, given, choices in (("kept", kept, Kept), ("attention", attention, Attention), ("logits", logits, Logits)):
+        if given is not None:
+            _errors.require_choice(get_args(choices), given, f"`memory_plan`: `{name}`")
+    if kept is not None and checkpoint is False:
+        raise ValueError("`memory_plan`: `kept` says what a checkpoint keeps, but `checkpoint` is False.")
+    kernel, parts = (None if x is None else x == last for x, last in ((attention, "kernel"), (logits, "parts")))
+    given = (kernel, parts, checkpoint if kept is None else True, scan)
+    return list(itertools.starmap(Program, itertools.product(*((True, False) if x is None else (x,) for x in given))))
 
-    A number in a product has `narrow` bytes, and a gradient that devices add up `wide`. `gradients` are the bytes that
-    a device holds of those of layers. Of several `devices` each has a part of all weights.
-    """
-    moments = [tuple(moment) for moment in _moments(**locals())]
+
+def peak_of(program: Program, sizes: Sizes, run: Run) -> Peak:
+    """Return the bytes that a device needs at the peak beside those that it holds."""
+    moments = [list(moment) for moment in _moments(program, sizes, run)]
     total = lambda end: lambda moment: sum(getattr(need, end) for need in moment)
     return Peak(program, max(moments, key=total("least")), max(moments, key=total("most")))
 
 
-def _moments(
-    program: Program,
-    sizes: Sizes,
-    batch: int,
-    sequence: int,
-    kept: Kept | None,
-    narrow: int,
-    wide: int,
-    gradients: int,
-    devices: int,
-    is_rounded: bool,
-) -> Iterator[Sequence[Need]]:
+def merged(least: Peak, most: Peak) -> tuple[Need, ...]:
+    """Return what one program needs at least, and another one at most, term by term."""
+    terms = {need.term: need for need in (*least.at_least, *most.at_most)}
+    at_least = {need.term: need.least for need in least.at_least}
+    at_most = {need.term: need.most for need in most.at_most}
+    return tuple(Need(name, at_least.get(name, 0), at_most.get(name, 0), need.why) for name, need in terms.items())
+
+
+def _kept_by_a_layer(program: Program, sizes: Sizes, run: Run, end: int) -> int:
+    """Return the bytes of a token that a layer without a checkpoint keeps for the backward pass, at one end."""
+    n, width, hidden = run.narrow, sizes.width, sizes.hidden[end]
+    scores = 0 if program.kernel else sizes.heads[end] * run.sequence
+    if not program.scan:  # two float32 sums, operands of six products, a float32 derivative; scores in either dtype
+        return (8 + 6 * n) * width + (n * sizes.ups + n + 4) * hidden + (n + (4 if end else n)) * scores
+    if n == 4:  # all that JAX saves
+        return n * (12 * width + 6 * hidden + 2 * scores)
+    # `autocast` saves a sum and results of products. XLA may lay queries, keys and values out again.
+    return (4 + (5 + 3 * end) * n) * width + n * sizes.ups * hidden + n * scores
+
+
+def _moments(program: Program, sizes: Sizes, run: Run) -> Iterator[Iterable[Need]]:
     """Yield what a device needs at the logits, in a layer's backward pass, and in the update of the largest array."""
-    tokens, n, (layers, width, _, ups, *_) = batch * sequence, narrow, sizes
-    is_sharded = devices > 1
+    tokens, n, sharded = run.batch * run.sequence, run.narrow, run.devices > 1
+    layers, width, head, words = sizes.layers, sizes.width, sizes.head, sizes.head // max(sizes.width, 1)
+    heads, weights = sizes.heads, layers * sizes.in_a_layer
 
-    def need(term, numbers, why):
-        """Return a need of bytes, or of ends of them."""
-        least, most = numbers if isinstance(numbers, tuple) else (numbers, numbers)
-        return Need(term, int(least), int(most), why)
+    def needs(*rows: tuple[str, Any, str]) -> list[Need]:
+        """Return what needs any bytes, of rows with one number or its two ends."""
+        ends = lambda x: map(int, x if isinstance(x, tuple) else (x, x))
+        return [Need(term, *ends(count), why) for term, count, why in rows if count not in (0, (0, 0))]
 
-    def both(count):
-        return tuple(count(*ends) for ends in zip(sizes.hidden, sizes.heads, (0, 1), strict=True))
-
-    scores = sequence * (program.attention == "xla")
-
-    def of_a_layer(hidden, heads, end):
-        """Return the bytes of a token that a layer keeps for the backward pass, without a checkpoint."""
-        if not program.scan:  # XLA computes some again: float32 sums, operands of products, an activation's derivative
-            return (8 + 6 * n) * width + (n * ups + n + 4) * hidden + (n + (4 if end else n)) * heads * scores
-        if n == 4:  # all that JAX saves, in float32
-            return n * (12 * width + 6 * hidden + 2 * heads * scores)
-        # `autocast` saves the sum and results of products. XLA may lay queries, keys and values out again.
-        return (4 + (5 + 3 * end) * n) * width + n * ups * hidden + n * heads * scores
-
+    each = tuple(_kept_by_a_layer(program, sizes, run, end) for end in (0, 1))
     if program.checkpoint:
-        size = _KEPT[kept]
-        between = need("inputs of layers", layers * tokens * width * size, f"{layers} x {width:,} x {size} a token")
+        each, part = (_KEPT[run.kept] * width,) * 2, 1.0
     else:
-        each = both(of_a_layer)
-        between = need(
-            "kept by layers",
-            tuple(layers * tokens * count for count in each),
-            f"{layers} x {each[1]:,} bytes a token: operands of products, activations, scores",
-        )
-    part = 1 if program.checkpoint else 0.5  # the rest is kept
-
-    def in_a_layer(hidden, heads, end):
-        return part * (2 * n * (ups + 1) * hidden + (12 + 5 * n) * width)
-
-    words = sizes.head // max(width, 1)
-    parts = PARTS if program.logits == "parts" else 1
-    logits = f"{tokens:,} x {words:,} x {{}} bytes"
-    common = [between]
-    if not program.scan:
-        common.append(need("gradients not yet made", (-gradients, 0), "XLA may free each as soon as it is used"))
-        whole = wide * layers * sizes.in_a_layer * is_sharded
-        common.append(need("whole gradients", (0, whole), "XLA may add up all of them at the end"))
-    elif is_sharded:
-        copies = wide * layers * sizes.in_a_layer // devices
-        common.append(need("second layout", (0, copies), "XLA may copy stacks of weights or gradients"))
-    summed = need("head's gradient", (8 - n) * sizes.head, "in float32, twice: summed over parts")
-    of_head = need("gathered weights", n * sizes.head * is_sharded, "the head")
-    yield [
-        *common,
-        need("logits", (4 + n) * tokens * words // parts, logits.format(f"(4 + {n})") + f" / {parts}" * (parts > 1)),
-        *([summed] if parts > 1 else []),
-        *([of_head] if is_sharded else []),
-    ]
-    of_scores = both(lambda hidden, heads, end: (3 + end) * n * heads * scores * tokens * part)
-    yield [
-        *common,
-        need("one layer", tuple(tokens * x for x in both(in_a_layer)), "its activations, and their gradients"),
-        *([need("scores", of_scores, f"3 or 4 x {sizes.heads[1]} heads x {sequence:,} a token")] if scores else []),
-        summed if parts > 1 else need("logits", n * tokens * words, logits.format(n) + ": their gradient"),
-        need("embedding's gradient", (4 if is_sharded else 4 - n) * sizes.head, "in float32, whole"),
-        *([need("gathered weights", 2 * n * sizes.in_a_layer, "two layers")] if is_sharded else []),
-    ]
-    update = 8 * sizes.largest // devices * is_rounded
-    yield [need("update", (0, update), "the largest array in float32, before and after it is rounded to 24 bits")]
+        part = 0.5  # a layer keeps the other half
+    freed = ("gradients freed", (-int(run.gradients * sizes.share) * (not program.scan), 0), "XLA may use each at once")
+    common = needs(
+        ("kept by layers", tuple(layers * tokens * x for x in each), f"{layers} layers x {each[1]:,} bytes a token"),
+        freed,
+        ("whole gradients", (0, run.wide * weights * sharded * (not program.scan)), "devices may add all up at the end"),
+        ("second layout", (0, run.wide * weights * sharded * program.scan // run.devices), "of gradients or weights"),
+    )
+    parts = PARTS if program.parts else 1
+    summed = ("head's gradient", (8 - n) * head * program.parts, "in float32, twice: a sum over parts")
+    of_logits = f"{tokens:,} tokens x {words:,} words"
+    yield common + needs(
+        ("logits", (4 + n) * tokens * words // parts, f"{of_logits}, in float32 and {8 * n} bits"),
+        summed,
+        ("gathered weights", n * head * sharded, "the head"),
+    )
+    activations = (tokens * part * (2 * n * (sizes.ups + 1) * x + (12 + 5 * n) * width) for x in sizes.hidden)
+    scores = tuple(part * n * (3 + i) * tokens * heads[i] * run.sequence * (not program.kernel) for i in (0, 1))
+    yield common + needs(
+        ("one layer", tuple(activations), "activations and their gradients"),
+        ("scores", scores, f"3 or 4 of {heads[1]} heads x {run.sequence:,} numbers a token"),
+        ("logits", n * tokens * words * (not program.parts), f"{of_logits}: their gradient"),
+        summed,
+        ("embedding's gradient", (4 if sharded else 4 - n) * head, "in float32, whole"),
+        ("gathered weights", 2 * n * sizes.in_a_layer * sharded, "two layers"),
+    )
+    yield needs(freed, ("update", (0, run.update * sizes.largest // run.devices), "of the largest array, in float32"))
