@@ -95,6 +95,13 @@ def plan(
     grad_dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Of gradients, as in mpx.value_and_grad: bf16.")
     ] = None,
+    attention: Annotated[str | None, typer.Option(metavar="HOW", help="By xla, or by a kernel.")] = None,
+    logits: Annotated[str | None, typer.Option(metavar="HOW", help="whole, or in parts.")] = None,
+    checkpoint: Annotated[
+        bool | None, typer.Option("--checkpoint/--no-checkpoint", help="Of each layer, which is computed again.")
+    ] = None,
+    scan: Annotated[bool | None, typer.Option("--scan/--unrolled", help="How layers run.")] = None,
+    heads: Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="Of attention.")] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Count the bytes that a training step needs under each precision recipe, before anything is allocated."""
@@ -108,7 +115,8 @@ def plan(
         "fsdp": fsdp,
         "grad_dtype": grad_dtype,
     }
-    options |= {"batch": batch, "sequence": sequence, "kept": kept}
+    options |= {"batch": batch, "sequence": sequence, "kept": kept, "attention": attention, "logits": logits}
+    options |= {"checkpoint": checkpoint, "scan": scan, "heads": heads}
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
         planned = cli.attribute(model) if ":" in model else cli.parameters(model)
         optimizer, code = cli.rule(rule)
@@ -117,8 +125,8 @@ def plan(
         parts = list(
             cli.plan_parts(comparison, code, lambda name: cli.changes_that_fit(of_options, name, options, most))
         )
-    if batch and ":" in model:
-        parts.append("The peak is that of a transformer with these weights. For another model give --batch 0.")
+    if batch:
+        parts.append(cli.own_program(model, memory))
     cli.write(comparison, as_json, parts)
 
 

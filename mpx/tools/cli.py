@@ -33,6 +33,7 @@ from mpx.tools.program.targets import TARGETS
 
 FRACTION, MOST = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"  # of a GPU; CUDA and NCCL need the rest
 _SMALL = ("bf16-split-8bit", "bf16-split24-8bit", "bf16-split24-4bit")  # recipes that hold less, from more to less
+_THRIFTY = (("attention", "kernel"), ("logits", "parts"), ("checkpoint", True))  # what needs less
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
 _BYTES = {"b": 1} | {f"{name}b": 1000**power for name, power in _PREFIXES.items()}
@@ -185,6 +186,14 @@ def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], l
         yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)}{key})"
 
 
+def own_program(model: str, memory: str | None) -> str:
+    """Return the command that compiles a step of one's own, for the device that was named."""
+    name = (memory or "").strip().lower()
+    name = name if name in TARGETS and (TARGETS[name].gpu or TARGETS[name].tpu) else "h100"
+    file = model.rpartition(":")[0] or "train.py"
+    return f"What your own program needs, to the byte: mpx program {file}:step --target {name}"
+
+
 def changes_that_fit(
     plan: Callable[..., PlanComparison], recipe: str, given: Mapping[str, Any], most_bytes: int
 ) -> list[str]:
@@ -208,7 +217,8 @@ def changes_that_fit(
         [{"fsdp": True}] * (are_several and not given["fsdp"]),
         [{"grad_dtype": "bf16"}] * (are_several and given["grad_dtype"] is None),
         [{"batch": batch >> i} for i in range(1, batch.bit_length())],
-        [{"kept": kept} for kept in ("bf16", "8bit") if given["kept"] is None],
+        [{name: x} for name, x in _THRIFTY if given[name] not in (None, x)],
+        [{"kept": kept} for kept in ("bf16", "8bit") if given["kept"] is None and given["checkpoint"] is not False],
     ]
     together = list(itertools.accumulate([x[-1] for x in smaller if x], operator.or_, initial={}))
     more = [{"fsdp": True, "devices": given["devices"] << i} for i in range(1, 11)]

@@ -177,7 +177,8 @@ def memory_plan(
     array that stands in the tree twice counts twice, since `jax.jit` returns two.
 
     The peak is that of a transformer with these weights, by formulas: from the program that needs least to the one that
-    needs most, of all that `attention`, `logits`, `checkpoint` and `scan` leave open. A program says more: `step_report`.
+    needs most, of those that `attention`, `logits`, `checkpoint` and `scan` leave open. For a model of another kind
+    read it off its program: `step_report`.
 
     Args:
         model: a function without arguments that makes the parameters, which is traced and not run; or a tree of them,
@@ -223,7 +224,7 @@ def memory_plan(
         held                                         14.68    14.00
         >>> plan = memory_plan(8_000_000_000, tx, "bf16")
         >>> f"{plan.least_peak_bytes_a_device / 1e9:.1f} to {plan.peak_bytes_a_device / 1e9:.1f} GB, for {plan.step}"
-        ''
+        '103.3 to 251.3 GB, for a transformer of 32 layers of width 4,096 on 1 x 4,096 tokens a device'
     """
     tx = _errors.as_transformation(tx, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)

@@ -232,7 +232,11 @@ def _moments(program: Program, sizes: Sizes, run: Run) -> Iterator[Iterable[Need
     common = needs(
         ("kept by layers", tuple(layers * tokens * x for x in each), f"{layers} layers x {each[1]:,} bytes a token"),
         freed,
-        ("whole gradients", (0, run.wide * weights * sharded * (not program.scan)), "devices may add all up at the end"),
+        (
+            "whole gradients",
+            (0, run.wide * weights * sharded * (not program.scan)),
+            "devices may sum them at the end",
+        ),
         ("second layout", (0, run.wide * weights * sharded * program.scan // run.devices), "of gradients or weights"),
     )
     parts = PARTS if program.parts else 1

@@ -311,7 +311,7 @@ def gathered_weights_that_are_kept(step: CompiledStep, memory: Memory) -> Iterat
 
 def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
     """Yield the three largest groups of arrays, of one line and dtype, at the peak of a program that does not fit."""
-    if step.target is None or step.peak_bytes <= step.target.memory_bytes:
+    if step.target is None or step.peak_bytes <= step.target.usable_bytes:
         return
     shards, gathered = step.weights("shard"), _gathered_weights(step, memory)
     groups: dict[tuple[str, str, str], list[Array]] = {}
@@ -337,7 +337,9 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
         groups.setdefault((x.shape.dtype, writer.source, remedy), []).append(x)
     bytes_of = lambda arrays: sum(x.shape.bytes for x in arrays)
     of, target = lambda n: f"{n / 1e9:.4g} GB", step.target
-    sizes = f"The peak of {of(step.peak_bytes)} is above the {of(target.memory_bytes)} of one {target.name}"
+    sizes = (
+        f"The peak of {of(step.peak_bytes)} is above the {of(target.usable_bytes)} of one {target.name} that JAX takes"
+    )
     for (_, source, remedy), arrays in sorted(groups.items(), key=lambda group: -bytes_of(group[1]))[:3]:
         largest = max(arrays, key=lambda x: x.shape.bytes)
         what = f"{len(arrays)}{' x' if len({x.shape.dims for x in arrays}) == 1 else ' arrays up to'} {largest.shape}"

@@ -19,6 +19,11 @@ from mpx.tools.program.kernels import Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
 _MOST_ROWS = 12  # of kernels that are printed
+_FAILURES = {  # parts of what XLA says, and what is known to help
+    "Couldn't find output tile sizes": "Its Triton compiler cuts no such product into tiles, whatever the precision. "
+    "Set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false before JAX starts, which leaves products to cuBLAS; or pad "
+    "sequences to a multiple of 64 tokens."
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,13 +154,15 @@ def _most(
 
 
 def _how_it_fits(peak: int, target: Target) -> str:
-    size = f"the {target.memory_bytes / 1e9:.4g} GB of one {target.name}"
-    if peak > target.memory_bytes:
-        return f"It does NOT fit into {size}."
+    gigabytes = lambda count: f"{count / 1e9:.4g}"
+    of = lambda limit: f"{gigabytes(peak)} of {gigabytes(limit)} GB of one {target.name}"
     if peak <= target.usable_bytes:
-        return f"It fits into {size}."
-    share = math.ceil(100 * peak / target.memory_bytes) / 100
-    return f"It fits into {size} with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}: JAX uses 75% of them by default."
+        return f"fits: yes, {of(target.usable_bytes)}"
+    largest = "The findings name what is largest, by lines."
+    if peak > target.memory_bytes:
+        return f"fits: no, {of(target.memory_bytes)}. {largest}"
+    share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={math.ceil(100 * peak / target.memory_bytes) / 100:.2f}"
+    return f"fits: only with {share}, {of(target.memory_bytes)}: JAX takes 75% by default. {largest}"
 
 
 def _line_of(finding: Finding) -> str:
@@ -223,7 +230,7 @@ def step_report(
             "compiled for a device that is not here. Leave the call out."
         ) from error
     start = time.perf_counter()
-    compiled = lowered.compile(options)
+    compiled = _compiled(lowered, options)
     seconds = time.perf_counter() - start
     # What another library's jit donates (`equinox.filter_jit`) is not known from outside.
     is_known = isinstance(step, jax.stages.Wrapped) or not hasattr(step, "lower") or donate_argnums != ()
@@ -231,6 +238,18 @@ def step_report(
     axes = mesh and mesh.shape
     report = report_of(compiled, lowered, names, target=device, mesh_shape=axes, compile_seconds=seconds)
     return dataclasses.replace(report, findings=(*of_chain(jaxpr), *report.findings))
+
+
+def _compiled(lowered: Any, options: Any) -> Any:
+    """Compile a program; pass on how XLA failed, with what is known to help."""
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        said = str(error)
+        help_ = next((text for part, text in _FAILURES.items() if part in said), None)
+        if help_ is None:
+            raise
+        raise RuntimeError(f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {help_}") from error
 
 
 def report_of(
