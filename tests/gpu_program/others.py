@@ -127,14 +127,13 @@ def divided(count, shape):
     return P() if whole else P(*("data" if i == largest else None for i in range(len(shape))))
 
 
-def program(m, recipe="bf16-split-8bit", devices=(), rule=None) -> tuple[Any, Any, Any]:
+def program(m, recipe, devices=()) -> tuple[Any, Any, Any]:
     """Return the step, its arguments and the transformation; on several devices parameters and batch are divided."""
-    tx = mpx.mixed_precision(rule or optax.adamw(1e-3), recipe, key=jax.random.key(0))
+    tx = mpx.mixed_precision(optax.adamw(1e-3), recipe, key=jax.random.key(0))
     policy = mpx.get_policy(recipe)
-    on_one = m
 
     def step(params, state, inputs, targets):
-        loss = mpx.autocast(functools.partial(loss_fn, on_one), policy)
+        loss = mpx.autocast(functools.partial(loss_fn, m), policy)
         value, grads = mpx.value_and_grad(loss, mpx.get_loss_scale(state), grad_dtype=None)(params, inputs, targets)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value

@@ -26,7 +26,7 @@ from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._tables import Result, Table, Unit, digits, shown, unit_for
 from mpx.tools.plan import peak as peaks
-from mpx.tools.plan.peak import CHOICES, Need, Peak
+from mpx.tools.plan.peak import CHOICES, Attention, Kept, Logits, Need, Peak
 from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Entry, Kind, PlanRow, entries_of, rows_of, state_entries
 
 _UNSHARDED = "unsharded"  # an axis of one device: a state sharded along it is whole
@@ -163,9 +163,9 @@ def memory_plan(
     param_specs: Any = None,
     batch: int = 1,
     sequence: int = 4096,
-    kept: peaks.Kept | None = None,
-    attention: peaks.Attention | None = None,
-    logits: peaks.Logits | None = None,
+    kept: Kept | None = None,
+    attention: Attention | None = None,
+    logits: Logits | None = None,
     checkpoint: bool | None = None,
     scan: bool | None = None,
     heads: int | None = None,

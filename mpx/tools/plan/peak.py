@@ -17,7 +17,9 @@ import numpy as np
 
 from mpx import _errors
 
-Kept, Attention, Logits = Literal["bf16", "8bit"], Literal["xla", "kernel"], Literal["whole", "parts"]
+Kept = Literal["bf16", "8bit"]
+Attention = Literal["xla", "kernel"]
+Logits = Literal["whole", "parts"]
 PARTS = 8  # of logits that are not whole
 _KEPT = {None: 4, "bf16": 2, "8bit": 1}  # bytes of a number that a checkpoint keeps
 # Parameters, layers, width, widths of the perceptron and of keys, and vocabulary of GPT-2 and of Llamas with a head of
@@ -182,7 +184,7 @@ def programs(attention: Any, logits: Any, checkpoint: bool | None, scan: bool | 
         raise ValueError("`memory_plan`: `kept` says what a checkpoint keeps, but `checkpoint` is False.")
     kernel, parts = (None if x is None else x == last for x, last in ((attention, "kernel"), (logits, "parts")))
     given = (kernel, parts, checkpoint if kept is None else True, scan)
-    return list(itertools.starmap(Program, itertools.product(*((True, False) if x is None else (x,) for x in given))))
+    return [Program._make(x) for x in itertools.product(*((True, False) if x is None else (x,) for x in given))]
 
 
 def peak_of(program: Program, sizes: Sizes, run: Run) -> Peak:

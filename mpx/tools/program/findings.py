@@ -337,9 +337,8 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
         groups.setdefault((x.shape.dtype, writer.source, remedy), []).append(x)
     bytes_of = lambda arrays: sum(x.shape.bytes for x in arrays)
     of, target = lambda n: f"{n / 1e9:.4g} GB", step.target
-    sizes = (
-        f"The peak of {of(step.peak_bytes)} is above the {of(target.usable_bytes)} of one {target.name} that JAX takes"
-    )
+    limit = f"{of(target.usable_bytes)} that JAX takes of one {target.name}"
+    sizes = f"The peak of {of(step.peak_bytes)} is above the {limit}"
     for (_, source, remedy), arrays in sorted(groups.items(), key=lambda group: -bytes_of(group[1]))[:3]:
         largest = max(arrays, key=lambda x: x.shape.bytes)
         what = f"{len(arrays)}{' x' if len({x.shape.dims for x in arrays}) == 1 else ' arrays up to'} {largest.shape}"
