@@ -6,7 +6,6 @@ for any optimizer and any wrapper.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
@@ -104,12 +103,11 @@ class MemoryPlan(Result):
         if self.peak_bytes_a_device <= memory_bytes or self.least_peak_bytes_a_device > memory_bytes:
             return "yes" if self.peak_bytes_a_device <= memory_bytes else "no"
         is_open = {name: len({getattr(peak.program, name) for peak in self._peaks}) > 1 for name in CHOICES}
-        names = [name for name in CHOICES if is_open[name]]
-        for wanted in itertools.chain.from_iterable(itertools.combinations(names, n + 1) for n in range(len(names))):
-            such = [peak for peak in self._peaks if all(getattr(peak.program, name) for name in wanted)]
-            if max(peak.most for peak in such) <= free:
-                return f"only with {peaks.listed(CHOICES[name][True] for name in wanted)}"
-        return "perhaps"
+        fitting = [peak.program._asdict() for peak in self._peaks if peak.most <= free]
+        needed = [[name for name in CHOICES if is_open[name] and program[name]] for program in fitting]
+        if not any(needed):
+            return "perhaps"
+        return f"only with {peaks.listed(CHOICES[name][True] for name in min(needed, key=len))}"
 
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""

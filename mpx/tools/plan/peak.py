@@ -9,6 +9,7 @@ the terms against programs for GPUs of models that were written elsewhere.
 import dataclasses
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -122,12 +123,12 @@ def llama_of(parameters: int, heads: int | None = None) -> Sizes:
     return sizes._replace(heads=(heads, heads))
 
 
-def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Sizes:
+def sizes_of(shapes: Sequence[tuple[int, ...]], heads: int | None = None) -> Sizes:
     """Return the sizes of a transformer with parameters of these shapes, one by one or in stacks of layers or experts.
 
     The width is the side of most elements. What occurs more often than an embedding and a head is in a layer.
     """
-    shapes = [shape for shape in shapes if len(shape) > 1]
+    every, shapes = shapes, [shape for shape in shapes if len(shape) > 1]
     sides: Counter[int] = Counter()
     for shape in shapes:
         sides.update({n: math.prod(shape) for n in shape})
@@ -144,9 +145,9 @@ def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Siz
     layers = min((times[matrix] for matrix in repeated), default=0)
     hidden = max((n for n, last in repeated if last == width != n and (width, n) in times), default=width)
     both = (hidden, width), (width, hidden)
-    leaves = [stacked for stacked, matrix in matrices if matrix in both]
-    is_scan = len(leaves) % max(layers, 1) > 0
-    experts = max(1, max(leaves, default=1) // (layers if is_scan else 1))
+    in_stacks = statistics.median_low([1, *(stacked for stacked, matrix in matrices if matrix in repeated)]) >= layers
+    experts = max((stacked for stacked, matrix in matrices if matrix in both), default=1)
+    experts = max(1, experts // layers) if in_stacks and layers else experts
     return Sizes(
         layers=layers,
         width=width,
@@ -156,7 +157,7 @@ def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Siz
         head=max((math.prod(matrix) for matrix in times if matrix not in repeated), default=0),
         in_a_layer=sum(size[matrix] for matrix in repeated) // max(layers, 1),
         largest=max(map(math.prod, shapes), default=0),
-        share=sum(map(size.__getitem__, repeated)) / max(sum(size.values()), 1),
+        share=sum(map(size.__getitem__, repeated)) / max(sum(map(math.prod, every)), 1),
     )
 
 
@@ -182,14 +183,14 @@ def programs(attention: Any, logits: Any, checkpoint: bool | None, scan: bool | 
             _errors.require_choice(get_args(choices), given, f"`memory_plan`: `{name}`")
     if kept is not None and checkpoint is False:
         raise ValueError("`memory_plan`: `kept` says what a checkpoint keeps, but `checkpoint` is False.")
-    kernel, parts = (None if x is None else x == last for x, last in ((attention, "kernel"), (logits, "parts")))
+    kernel, parts = attention and attention == "kernel", logits and logits == "parts"
     given = (kernel, parts, checkpoint if kept is None else True, scan)
     return [Program._make(x) for x in itertools.product(*((True, False) if x is None else (x,) for x in given))]
 
 
 def peak_of(program: Program, sizes: Sizes, run: Run) -> Peak:
     """Return the bytes that a device needs at the peak beside those that it holds."""
-    moments = [list(moment) for moment in _moments(program, sizes, run)]
+    moments = [list(moment) for moment in _moments(program, sizes, run)] if sizes.layers else [[]]
     total = lambda end: lambda moment: sum(getattr(need, end) for need in moment)
     return Peak(program, max(moments, key=total("least")), max(moments, key=total("most")))
 
@@ -214,16 +215,18 @@ def _kept_by_a_layer(program: Program, sizes: Sizes, run: Run, end: int) -> int:
     return (4 + (5 + 3 * end) * n) * width + n * sizes.ups * hidden + n * scores
 
 
+def _needs(*rows: tuple[str, Any, str]) -> list[Need]:
+    """Return what needs any bytes, of rows with one number or with both ends."""
+    ends = [(x if isinstance(x, tuple) else (x, x)) for _, x, _ in rows]
+    found = [Need(term, int(x[0]), int(x[1]), why) for (term, _, why), x in zip(rows, ends, strict=True)]
+    return [need for need in found if need.least or need.most]
+
+
 def _moments(program: Program, sizes: Sizes, run: Run) -> Iterator[Iterable[Need]]:
     """Yield what a device needs at the logits, in a layer's backward pass, and in the update of the largest array."""
     tokens, n, sharded = run.batch * run.sequence, run.narrow, run.devices > 1
     layers, width, head, words = sizes.layers, sizes.width, sizes.head, sizes.head // max(sizes.width, 1)
     heads, weights = sizes.heads, layers * sizes.in_a_layer
-
-    def needs(*rows: tuple[str, Any, str]) -> list[Need]:
-        """Return what needs any bytes, of rows with one number or its two ends."""
-        ends = lambda x: map(int, x if isinstance(x, tuple) else (x, x))
-        return [Need(term, *ends(count), why) for term, count, why in rows if count not in (0, (0, 0))]
 
     each = tuple(_kept_by_a_layer(program, sizes, run, end) for end in (0, 1))
     if program.checkpoint:
@@ -231,7 +234,7 @@ def _moments(program: Program, sizes: Sizes, run: Run) -> Iterator[Iterable[Need
     else:
         part = 0.5  # a layer keeps the other half
     freed = ("gradients freed", (-int(run.gradients * sizes.share) * (not program.scan), 0), "XLA may use each at once")
-    common = needs(
+    common = _needs(
         ("kept by layers", tuple(layers * tokens * x for x in each), f"{layers} layers x {each[1]:,} bytes a token"),
         freed,
         (
@@ -244,14 +247,14 @@ def _moments(program: Program, sizes: Sizes, run: Run) -> Iterator[Iterable[Need
     parts = PARTS if program.parts else 1
     summed = ("head's gradient", (8 - n) * head * program.parts, "in float32, twice: a sum over parts")
     of_logits = f"{tokens:,} tokens x {words:,} words"
-    yield common + needs(
+    yield common + _needs(
         ("logits", (4 + n) * tokens * words // parts, f"{of_logits}, in float32 and {8 * n} bits"),
         summed,
         ("gathered weights", n * head * sharded, "the head"),
     )
     activations = (tokens * part * (2 * n * (sizes.ups + 1) * x + (12 + 5 * n) * width) for x in sizes.hidden)
     scores = tuple(part * n * (3 + i) * tokens * heads[i] * run.sequence * (not program.kernel) for i in (0, 1))
-    yield common + needs(
+    yield common + _needs(
         ("one layer", tuple(activations), "activations and their gradients"),
         ("scores", scores, f"3 or 4 of {heads[1]} heads x {run.sequence:,} numbers a token"),
         ("logits", n * tokens * words * (not program.parts), f"{of_logits}: their gradient"),
@@ -259,4 +262,4 @@ def _moments(program: Program, sizes: Sizes, run: Run) -> Iterator[Iterable[Need
         ("embedding's gradient", (4 if sharded else 4 - n) * head, "in float32, whole"),
         ("gathered weights", 2 * n * sizes.in_a_layer * sharded, "two layers"),
     )
-    yield needs(freed, ("update", (0, run.update * sizes.largest // run.devices), "of the largest array, in float32"))
+    yield _needs(freed, ("update", (0, run.update * sizes.largest // run.devices), "of the largest array, in float32"))
