@@ -97,10 +97,8 @@ def plan(
     ] = None,
     attention: Annotated[str | None, typer.Option(metavar="HOW", help="By xla, or by a kernel.")] = None,
     logits: Annotated[str | None, typer.Option(metavar="HOW", help="whole, or in parts.")] = None,
-    checkpoint: Annotated[
-        bool | None, typer.Option("--checkpoint/--no-checkpoint", help="Of each layer, which is computed again.")
-    ] = None,
-    scan: Annotated[bool | None, typer.Option("--scan/--unrolled", help="How layers run.")] = None,
+    checkpoint: Annotated[bool | None, _flag("--checkpoint/--no-checkpoint", "Of each layer, computed again.")] = None,
+    scan: Annotated[bool | None, _flag("--scan/--unrolled", "How layers run.")] = None,
     heads: Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="Of attention.")] = None,
     as_json: _AsJson = False,
 ) -> None:

@@ -159,9 +159,9 @@ def test_a_plan_says_with_what_it_fits():
     assert anything.fits(anything.peak_bytes_a_device) == "yes"
     assert anything.fits(anything.least_peak_bytes_a_device - 1) == "no"
     assert anything.fits(anything.least_peak_bytes_a_device) == "perhaps"  # if XLA frees gradients
-    kernel_and_checkpoint = "only with attention in a kernel and a checkpoint a layer"
-    assert anything.fits(thrifty.peak_bytes_a_device) == kernel_and_checkpoint
-    without = plan_of(**OPEN | {"attention": "kernel"}).fits(thrifty.peak_bytes_a_device)
+    thrift = "only with attention in a kernel, logits whole and a checkpoint a layer"
+    assert anything.fits(thrifty.peak_bytes_a_device) == thrift
+    without = plan_of(checkpoint=None, scan=None).fits(thrifty.peak_bytes_a_device)
     assert without == "only with a checkpoint a layer"
     many = [(2**16, 256), (256, 2**16), *STACKED[2:]]
     in_parts = plan_of(many, **THRIFTY | {"logits": "parts"}, sequence=4096).peak_bytes_a_device

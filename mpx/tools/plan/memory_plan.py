@@ -102,12 +102,13 @@ class MemoryPlan(Result):
         free = memory_bytes - self.total_bytes_a_device
         if self.peak_bytes_a_device <= memory_bytes or self.least_peak_bytes_a_device > memory_bytes:
             return "yes" if self.peak_bytes_a_device <= memory_bytes else "no"
-        is_open = {name: len({getattr(peak.program, name) for peak in self._peaks}) > 1 for name in CHOICES}
-        fitting = [peak.program._asdict() for peak in self._peaks if peak.most <= free]
-        needed = [[name for name in CHOICES if is_open[name] and program[name]] for program in fitting]
-        if not any(needed):
+        fitting = [peak.program for peak in self._peaks if peak.most <= free]
+        if not fitting or len(self._peaks) == 1:
             return "perhaps"
-        return f"only with {peaks.listed(CHOICES[name][True] for name in min(needed, key=len))}"
+        plainest, every = min(fitting, key=sum), [peak.program for peak in self._peaks]
+        others = {name: plainest._replace(**{name: not chosen}) for name, chosen in plainest._asdict().items()}
+        needed = [name for name, other in others.items() if other in every and other not in fitting] or list(CHOICES)
+        return f"only with {peaks.listed(CHOICES[name][getattr(plainest, name)] for name in needed)}"
 
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
