@@ -21,8 +21,8 @@ from mpx.tools.program.targets import Target, get_target, target_devices, target
 _MOST_ROWS = 12  # of kernels that are printed
 _FAILURES = {  # parts of what XLA says, and what is known to help
     "Couldn't find output tile sizes": "Its Triton compiler cuts no such product into tiles, whatever the precision. "
-    "Set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false before JAX starts, which leaves products to cuBLAS; or pad "
-    "sequences to a multiple of 64 tokens."
+    "Leave products to cuBLAS: `jax.jit(step, compiler_options={'xla_gpu_enable_triton_gemm': False})`, or for all "
+    "programs XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Sequences of a multiple of 64 tokens may do, too."
 }
 
 
