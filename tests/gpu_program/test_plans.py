@@ -40,14 +40,9 @@ CASES = {
     "ViT": case(but(VIT, scan=True)),
     "experts": case(EXPERTS),
     "1.4B": case(BILLION),
-    "13B": case(LARGE),
     "256k words": case(WORDS),
-    "256k words, in parts": case(but(WORDS, parts=8)),
     "32k tokens": case(LONG),
-    "32k tokens, a kernel": case(but(LONG, kernel=True)),
-    "1.4B on 8": case(BILLION, devices=8),
     "13B on 8": case(LARGE, devices=8),
-    "256k words on 8": case(WORDS, devices=8),
     # Models that no formula was made for.
     "heads of 80": case(
         Model(width=1280, layers=32, hidden=5120, head_size=80, batch=2, sequence=2048, scan=True), "bf16-split"
@@ -55,11 +50,16 @@ CASES = {
     "gates on 8": case(
         but(GATED, width=2048, layers=16, hidden=8192, batch=2, words=128_256, scan=True, head_size=128), devices=8
     ),
+}
+SLOW = {
+    "13B": case(LARGE),
+    "256k words, in parts": case(but(WORDS, parts=8)),
+    "32k tokens, a kernel": case(but(LONG, kernel=True)),
+    "1.4B on 8": case(BILLION, devices=8),
+    "256k words on 8": case(WORDS, devices=8),
     "gates, 16k tokens": case(
         but(GATED, layers=8, batch=1, sequence=16_384, scan=True, checkpoint=True, kernel=True, parts=8)
     ),
-}
-SLOW = {
     "GPT, 12 unrolled": case(GPT),
     "GPT, unrolled with checkpoints": case(but(GPT, checkpoint=True)),
     "gates, unrolled": case(but(GATED, layers=6)),
@@ -68,7 +68,7 @@ SLOW = {
     "48 layers": case(but(GPT, width=1600, layers=48, hidden=6400, batch=4, scan=True, checkpoint=True)),
 }
 # What XLA chooses: in which layout or dtype it keeps what, and when devices add gradients up.
-HAVE_ENDS = {"32k tokens", "1.4B on 8", "13B on 8", "GPT, unrolled", *SLOW} - {"48 layers"}
+HAVE_ENDS = {"32k tokens", "1.4B on 8", "13B on 8", *(name for name in CASES | SLOW if "unrolled" in name)}
 
 
 def written(m: Model) -> dict[str, Any]:
@@ -101,8 +101,9 @@ def test_the_peak_of_a_program_is_at_most_5_percent_above_its_plan_and_15_percen
     m, recipe, count = (CASES | SLOW)[name]
     plan, report = planned_and_compiled(m, recipe, count)
     found = plan(**written(m))
+    inputs = m.batch * m.sequence * 4 * (1 + max(1, m.patch))
     state_and_weights = found.total_bytes_a_device - found.bytes_of("gradients")
-    assert state_and_weights == pytest.approx(report.argument_bytes, rel=0.01)
+    assert state_and_weights == pytest.approx(report.argument_bytes - inputs, rel=1e-3)
     least, most = found.least_peak_bytes_a_device, found.peak_bytes_a_device
     print(f"{name}: {report.peak_bytes / 2**30:.4g} GiB, planned {least / 2**30:.4g} to {most / 2**30:.4g}")
     assert 0.95 * report.peak_bytes < most
@@ -118,13 +119,13 @@ def test_the_peak_of_a_program_is_at_most_5_percent_above_its_plan_and_15_percen
         ("GPT, in a scan", {"attention": "kernel"}),
         ("GPT, in a scan", {"checkpoint": True}),
         ("GPT, unrolled", {"scan": True}),
-        ("32k tokens, a kernel", {"logits": "parts"}),
+        pytest.param("32k tokens, a kernel", {"logits": "parts"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_plan_of_another_program_is_too_low(h200, name, other):
     """A negative control: each choice counts."""
     del h200
-    m, recipe, count = CASES[name]
+    m, recipe, count = (CASES | SLOW)[name]
     plan, report = planned_and_compiled(m, recipe, count)
     assert plan(**written(m) | other).peak_bytes_a_device < 0.95 * report.peak_bytes
 
