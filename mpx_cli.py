@@ -166,7 +166,7 @@ def program(
 ) -> None:
     """Compile a training step, and show what it costs: memory, traffic, precision, and a bound of its time.
 
-    Nothing runs, so the device need not be there. GPUs need the extra cuda12 or cuda13.
+    Nothing runs, so the device need not be there. GPUs need the extra compiler, cuda12 or cuda13.
     """
     if target is not None:
         from mpx.tools.program.targets import allow_targets

@@ -262,7 +262,7 @@ def test_a_step_is_traced_for_the_device_of_the_target(monkeypatch):
 
 def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for target, what in {"h100": r"jax\[cuda12\]", "v5e": r"jax\[tpu\]"}.items():
+    for target, what in {"h100": r"jax\[cuda13-local\]", "v5e": r"jax\[tpu\]"}.items():
         with pytest.raises(RuntimeError, match=what):
             step_report(update, W, X, target=target)
 

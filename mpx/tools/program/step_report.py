@@ -194,16 +194,16 @@ def step_report(
             on a mesh of `mpx.tools.program.target_devices`; without any, the step runs on one device. Unless the step
             comes from `jax.jit`, an argument may hold other things, such as Python numbers or an Equinox model's
             functions.
-        target: what to compile for: None for this machine; `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"` with
-            `jax[cuda12]` or `jax[cuda13]` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. The device need
-            not be there.
+        target: what to compile for: None for this machine; `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"` with the
+            extra `compiler`, `cuda12` or `cuda13` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. The device
+            need not be there.
         donate_argnums: as for `jax.jit`, for a step that it has not returned. Donate parameters and state, as a
             training loop does: else old and new ones are held at the same time, and a finding says so.
 
     Raises:
         ValueError: if the target is not known, no argument holds an array to compile for it, or `donate_argnums` is
             given for a function of `jax.jit`.
-        RuntimeError: if the compiler for the target is not installed.
+        RuntimeError: if the compiler for the target is not installed; or XLA fails, with what is known to help.
 
     Example:
         >>> step = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)

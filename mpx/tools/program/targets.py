@@ -134,7 +134,7 @@ def _gpus(target: Target, count: int) -> list[Any]:
     version = next((version for name, version in _CUDA.items() if importlib.util.find_spec(f"jax_{name}_plugin")), "")
     if not version:
         raise RuntimeError(
-            f'The compiler for the {target.name} is not installed: pip install "jax[cuda12]", or "jax[cuda13]".'
+            f'The compiler for the {target.name} is not installed: pip install "jax[cuda13-local]".'
         )
     allow_targets()
     chip = dict(target.gpu) | {"optin": target.gpu["shared"] - 2**10, "bandwidth": int(target.bandwidth)}
