@@ -5,7 +5,6 @@ whose import takes most of a second.
 """
 
 import contextlib
-import functools
 import pathlib
 import sys
 from typing import Annotated, Any
@@ -105,9 +104,8 @@ def plan(
     """Count the bytes that a training step needs under each precision recipe, before anything is allocated."""
     from mpx.tools import cli
 
-    limit, most = (None, 0) if memory is None else (cli.usable_bytes(memory), cli.usable_bytes(memory, cli.MOST))
     options = {
-        "usable_bytes": limit,
+        "usable_bytes": None if memory is None else cli.usable_bytes(memory),
         "recipe": recipe or [],
         "devices": devices,
         "fsdp": fsdp,
@@ -118,13 +116,8 @@ def plan(
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
         planned = cli.attribute(model) if ":" in model else cli.parameters(model)
         optimizer, code = cli.rule(rule)
-        of_options = functools.partial(cli.plan, planned, optimizer)
-        comparison = of_options(**options)
-        parts = list(
-            cli.plan_parts(comparison, code, lambda name: cli.changes_that_fit(of_options, name, options, most))
-        )
-    if batch:
-        parts.append(cli.own_program(model, memory))
+        comparison = cli.plan(planned, optimizer, **options)
+    parts = [*cli.plan_parts(comparison, code), *([cli.own_program(model, memory)] if batch else [])]
     cli.write(comparison, as_json, parts)
 
 

@@ -25,7 +25,7 @@ from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._tables import Result, Table, Unit, digits, shown, unit_for
 from mpx.tools.plan import peak as peaks
-from mpx.tools.plan.peak import CHOICES, Attention, Kept, Logits, Need, Peak
+from mpx.tools.plan.peak import CHOICES, Attention, Kept, Logits, Peak
 from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Entry, Kind, PlanRow, entries_of, rows_of, state_entries
 
 _UNSHARDED = "unsharded"  # an axis of one device: a state sharded along it is whole
@@ -70,19 +70,19 @@ class MemoryPlan(Result):
         return self.total_bytes_a_device / self.parameters
 
     @property
-    def peak(self) -> tuple[Need, ...]:
-        """What a device needs besides at the peak: the program that needs least, and the one that may need most."""
-        return peaks.merged(self._least, self._most) if self._peaks else ()
+    def peak(self) -> dict[str, tuple[int, int, str]]:
+        """What a device needs besides at the peak of the program that may need most: least and most bytes, and why."""
+        return self._most.needs
 
     @property
     def least_peak_bytes_a_device(self) -> int:
-        """Bytes that one device needs at the peak, if the program is the one that needs least."""
-        return self.total_bytes_a_device + (self._least.least if self._peaks else 0)
+        """Bytes that one device needs at the peak of the program that needs least."""
+        return self.total_bytes_a_device + self._least.least
 
     @property
     def peak_bytes_a_device(self) -> int:
         """Bytes that one device needs at the peak at most, whatever the program."""
-        return self.total_bytes_a_device + (self._most.most if self._peaks else 0)
+        return self.total_bytes_a_device + self._most.most
 
     @property
     def _least(self) -> Peak:
@@ -95,19 +95,18 @@ class MemoryPlan(Result):
     def fits(self, memory_bytes: float) -> str:
         """Return whether a device with so many bytes can run the step.
 
-        Returns:
-            `"yes"`, whatever the program; `"no"`; `"only with ..."`, followed by what a program must have, if that is
-            open; or `"perhaps"`, where XLA's choices decide.
+        It is `"yes"`, whatever the program, or `"no"`; `"only with ..."`, followed by what a program must have; or
+        `"perhaps"`, where XLA's choices decide.
         """
-        free = memory_bytes - self.total_bytes_a_device
         if self.peak_bytes_a_device <= memory_bytes or self.least_peak_bytes_a_device > memory_bytes:
             return "yes" if self.peak_bytes_a_device <= memory_bytes else "no"
-        fitting = [peak.program for peak in self._peaks if peak.most <= free]
-        if not fitting or len(self._peaks) == 1:
+        free = memory_bytes - self.total_bytes_a_device
+        fit = {peak.program: peak.most <= free for peak in self._peaks}
+        if len(fit) == 1 or not any(fit.values()):
             return "perhaps"
-        plainest, every = min(fitting, key=sum), [peak.program for peak in self._peaks]
+        plainest = min((program for program in fit if fit[program]), key=sum)
         others = {name: plainest._replace(**{name: not chosen}) for name, chosen in plainest._asdict().items()}
-        needed = [name for name, other in others.items() if other in every and other not in fitting] or list(CHOICES)
+        needed = [name for name, other in others.items() if not fit.get(other, True)] or list(CHOICES)
         return f"only with {peaks.listed(CHOICES[name][getattr(plainest, name)] for name in needed)}"
 
     def bytes_of(self, kind: Kind) -> int:
@@ -129,21 +128,21 @@ class MemoryPlan(Result):
         parts.append(("held", "", "", self.total_bytes_a_device))
         lines = [(*names, shown(count, unit), digits(count / self.parameters)) for *names, count in parts]
         yield Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
-        if self._peaks:
-            needs = [(need.term, need.least, need.most, need.why) for need in self.peak]
-            needs.append(("peak, with held", self.least_peak_bytes_a_device, self.peak_bytes_a_device, ""))
-            rows = [(term, shown(least, unit), shown(most, unit), why) for term, least, most, why in needs]
-            yield Table("Besides, at the peak", [("needs", "from", "to", "why"), *rows], (1, 2))
-            yield self.of_which_program()
+        if self.step:
+            held, most = self.total_bytes_a_device, self._most
+            needs = most.needs | {"peak, with held": (held + most.least, held + most.most, "")}
+            rows = [(term, shown(low, unit), shown(high, unit), why) for term, (low, high, why) in needs.items()]
+            yield Table(f"Besides, with {most.program}", [("needs", "from", "to", "why"), *rows], (1, 2))
+            yield self.of_which_program(unit)
         if self.devices > 1:
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
             yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."
 
-    def of_which_program(self) -> str:
+    def of_which_program(self, unit: Unit) -> str:
         """Name the program whose peak this is, or those with the least and the most."""
-        named = [("from", self._least.program), ("to", self._most.program)]
-        lines = [f"{end} {program}" for end, program in named] if len(self._peaks) > 1 else [str(named[0][1])]
-        return ":\n".join([f"The peak is that of {self.step}", ",\n".join(lines) + "."])
+        ends = (self.least_peak_bytes_a_device, "from", self._least), (self.peak_bytes_a_device, "to", self._most)
+        named = [f"{end} {shown(count, unit)} {unit[0]} with {peak.program}" for count, end, peak in ends]
+        return f"The peak is that of {self.step}:\n" + ",\n".join(named) + "."
 
     def title(self, unit: Unit) -> str:
         """Return the title of a table of bytes in some unit."""
@@ -257,21 +256,23 @@ def memory_plan(
         *state_entries(state, shardings),
     ]
     sent = _sent(weights, entries_of("gradients", narrow, whole), policy, along)
-    rows, needed, step = rows_of(entries), (), ""
+    rows, needed, step = rows_of(entries), (Peak(peaks.Program(True, True, True, True), {}),), ""
     if batch:
-        leaves, dtypes = jax.tree.leaves(narrow), {row.kind: row.dtypes for row in rows}
-        is_number = _errors.is_integer(model)
-        sizes = peaks.llama_of(count, heads) if is_number else peaks.sizes_of([p.shape for p in leaves], heads)
+        shapes = peaks.shapes_of(count) if _errors.is_integer(model) else [p.shape for _, _, p, _ in weights]
         is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
+        sizes, devices = peaks.sizes_of(shapes, heads), on.size if is_gathered else 1
+        dtypes = {row.kind: row.dtypes for row in rows}
+        # XLA may write what is stored in blocks, or in 24 bits, in float32 first.
+        rounded = 8 if "uint8" in dtypes.get("low bits", ()) else 4 * ("scales of blocks" in dtypes)
         run = peaks.Run(
-            batch,
+            batch * sequence,
             sequence,
             kept,
-            narrow=max(leaves, key=lambda p: math.prod(p.shape)).dtype.itemsize,
+            narrow=max(jax.tree.leaves(narrow), key=lambda p: math.prod(p.shape)).dtype.itemsize,
             wide=summed.itemsize,
-            gradients=sum(row.bytes_a_device for row in rows if row.kind == "gradients"),
-            devices=on.size if is_gathered else 1,
-            update=8 if "uint8" in dtypes.get("low bits", ()) else 4 if "scales of blocks" in dtypes else 0,
+            gradient=sum(row.bytes_a_device for row in rows if row.kind == "gradients") / count,
+            devices=devices,
+            update=rounded * max(map(math.prod, shapes)) // devices,
         )
         written = peaks.programs(attention, logits, checkpoint, scan, kept)
         needed = tuple(peaks.peak_of(program, sizes, run) for program in written)

@@ -6,12 +6,11 @@ which XLA keeps it under `autocast`; where XLA has a choice, it has two ends. `t
 the terms against programs for GPUs of models that were written elsewhere.
 """
 
-import dataclasses
 import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -30,20 +29,7 @@ _KNOWN += [[6.738e9, 32, 4096, 11_008, 4096, 32_000], [8.03e9, 32, 4096, 14_336,
 _KNOWN += [[70.55e9, 80, 8192, 28_672, 1024, 128_256], [405.9e9, 126, 16_384, 53_248, 1024, 128_256]]
 
 
-class Program(NamedTuple):
-    """How a step is written; what needs less memory is true."""
-
-    kernel: bool  # of attention; else XLA makes an array of scores
-    parts: bool  # of logits; else they are whole
-    checkpoint: bool  # a layer keeps its input alone, and is computed again
-    scan: bool  # over layers; else they are unrolled
-
-    def __str__(self) -> str:
-        """Name the program."""
-        return listed(CHOICES[name][chosen] for name, chosen in self._asdict().items())
-
-
-# What each choice is called, by whether it needs less memory.
+# Choices of a program, each as it needs more memory and as it needs less.
 CHOICES = {
     "kernel": ("attention by XLA", "attention in a kernel"),
     "parts": ("logits whole", f"logits in {PARTS} parts"),
@@ -52,49 +38,51 @@ CHOICES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Need:
-    """Bytes that a device needs at the peak beside those that it holds."""
+class Program(NamedTuple):
+    """How a step is written."""
 
-    term: str
-    least: int
-    most: int
-    why: str
+    kernel: bool  # of attention; else XLA makes an array of scores
+    parts: bool  # of logits, which are computed again
+    checkpoint: bool  # a layer keeps its input alone, and is computed again
+    scan: bool  # over layers
+
+    def __str__(self) -> str:
+        """Name the program."""
+        return listed(CHOICES[name][chosen] for name, chosen in self._asdict().items())
 
 
 class Peak(NamedTuple):
-    """What a program needs at its peak: at the moment when it needs most for certain, and when it may need most."""
+    """What a device needs at the peak of a program, beside what it holds."""
 
     program: Program
-    at_least: Sequence[Need]
-    at_most: Sequence[Need]
+    needs: dict[str, tuple[int, int, str]]  # least and most bytes, and why
 
     @property
     def least(self) -> int:
-        """Bytes that it needs for certain beside those that it holds."""
-        return sum(need.least for need in self.at_least)
+        """Bytes that it needs for certain."""
+        return sum(least for least, _, _ in self.needs.values())
 
     @property
     def most(self) -> int:
-        """Bytes that it may need beside those that it holds."""
-        return sum(need.most for need in self.at_most)
+        """Bytes that it may need."""
+        return sum(most for _, most, _ in self.needs.values())
 
 
 class Run(NamedTuple):
     """What a step computes with."""
 
-    batch: int  # sequences of a device
-    sequence: int  # tokens of each
+    tokens: int  # of a device
+    sequence: int  # tokens of a sequence
     kept: Kept | None  # how a checkpoint keeps the input of a layer
     narrow: int  # bytes of a number in a product
     wide: int  # and of a gradient that devices add up
-    gradients: int  # bytes that a device holds
+    gradient: float  # bytes that a device holds of a weight's gradient
     devices: int  # over which all weights are divided
-    update: int  # bytes of an element that XLA may write while it rounds the largest array's state
+    update: int  # bytes that XLA may need to round the largest array
 
 
 class Sizes(NamedTuple):
-    """The sizes of a transformer; those that shapes do not tell have two ends."""
+    """The sizes of a transformer. Those that shapes do not tell are pairs, of the least and the most."""
 
     layers: int
     width: int
@@ -103,8 +91,6 @@ class Sizes(NamedTuple):
     heads: tuple[int, int]  # of queries
     head: int  # elements of the largest matrix outside of layers, the embedding or the head
     in_a_layer: int  # elements of its matrices
-    largest: int  # elements of the largest array
-    share: float  # of all elements, that are in layers
 
 
 def shapes_of(parameters: int) -> list[tuple[int, ...]]:
@@ -112,34 +98,29 @@ def shapes_of(parameters: int) -> list[tuple[int, ...]]:
     known, *sizes = np.log(_KNOWN).T
     at = math.log(parameters)
     layers, width, hidden, keys, words = (round(math.exp(np.interp(at, known, size))) for size in sizes)
-    sides = [(width, width)] * 2 + [(width, keys)] * 2 + [(width, hidden)] * 2 + [(hidden, width)]
+    size = 128 if width > 2048 else 64  # of a head
+    sides = (
+        [(width, width), (width // size, size, width)] + [(width, keys)] * 2 + [(width, hidden)] * 2 + [(hidden, width)]
+    )
     return [(words, width), (width, words), *((layers, *side) for side in sides)]
 
 
-def llama_of(parameters: int, heads: int | None = None) -> Sizes:
-    """Return the sizes of a Llama with so many parameters, whose heads have 128 numbers, or 64 in a small one."""
-    sizes = sizes_of(shapes_of(parameters))
-    heads = heads or max(1, sizes.width // (128 if sizes.width > 2048 else 64))
-    return sizes._replace(heads=(heads, heads))
-
-
-def sizes_of(shapes: Sequence[tuple[int, ...]], heads: int | None = None) -> Sizes:
+def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Sizes:
     """Return the sizes of a transformer with parameters of these shapes, one by one or in stacks of layers or experts.
 
     The width is the side of most elements. What occurs more often than an embedding and a head is in a layer.
     """
-    every, shapes = shapes, [shape for shape in shapes if len(shape) > 1]
+    shapes = [shape for shape in shapes if len(shape) > 1]
     sides: Counter[int] = Counter()
     for shape in shapes:
         sides.update({n: math.prod(shape) for n in shape})
     width = max(sides, key=lambda n: (sides[n], n), default=1)
-    found = {n for *_, n, size, last in (shape for shape in shapes if len(shape) > 2) if n * size == last == width}
+    found = [n for *_, n, size, last in (shape for shape in shapes if len(shape) > 2) if n * size == last == width]
     heads = heads or next(iter(found), None)
     matrices = [_matrix(shape, width) for shape in shapes]
     times: Counter[tuple[int, int]] = Counter()
     for stacked, matrix in matrices:
         times[matrix] += stacked
-    size = {matrix: n * math.prod(matrix) for matrix, n in times.items()}
     once = min(2, max(times.values(), default=1) - 1)  # embedding and head may have one shape
     repeated = [matrix for matrix, n in times.items() if n > once]
     layers = min((times[matrix] for matrix in repeated), default=0)
@@ -149,15 +130,13 @@ def sizes_of(shapes: Sequence[tuple[int, ...]], heads: int | None = None) -> Siz
     experts = max((stacked for stacked, matrix in matrices if matrix in both), default=1)
     experts = max(1, experts // layers) if in_stacks and layers else experts
     return Sizes(
-        layers=layers,
-        width=width,
+        layers,
+        width,
         hidden=(hidden, hidden * min(2, experts)),
         ups=max(times[matrix] for matrix in both) // max(layers * experts, 1) or 1,
         heads=(heads, heads) if heads else (max(1, width // 128), max(1, width // 64)),
         head=max((math.prod(matrix) for matrix in times if matrix not in repeated), default=0),
-        in_a_layer=sum(size[matrix] for matrix in repeated) // max(layers, 1),
-        largest=max(map(math.prod, shapes), default=0),
-        share=sum(map(size.__getitem__, repeated)) / max(sum(map(math.prod, every)), 1),
+        in_a_layer=sum(times[matrix] * math.prod(matrix) for matrix in repeated) // max(layers, 1),
     )
 
 
@@ -189,77 +168,46 @@ def programs(attention: Any, logits: Any, checkpoint: bool | None, scan: bool | 
 
 
 def peak_of(program: Program, sizes: Sizes, run: Run) -> Peak:
-    """Return the bytes that a device needs at the peak beside those that it holds."""
-    moments = [list(moment) for moment in _moments(program, sizes, run)] if sizes.layers else [[]]
-    total = lambda end: lambda moment: sum(getattr(need, end) for need in moment)
-    return Peak(program, max(moments, key=total("least")), max(moments, key=total("most")))
-
-
-def merged(least: Peak, most: Peak) -> tuple[Need, ...]:
-    """Return what one program needs at least, and another one at most, term by term."""
-    terms = {need.term: need for need in (*least.at_least, *most.at_most)}
-    at_least = {need.term: need.least for need in least.at_least}
-    at_most = {need.term: need.most for need in most.at_most}
-    return tuple(Need(name, at_least.get(name, 0), at_most.get(name, 0), need.why) for name, need in terms.items())
-
-
-def _kept_by_a_layer(program: Program, sizes: Sizes, run: Run, end: int) -> int:
-    """Return the bytes of a token that a layer without a checkpoint keeps for the backward pass, at one end."""
-    n, width, hidden = run.narrow, sizes.width, sizes.hidden[end]
-    scores = 0 if program.kernel else sizes.heads[end] * run.sequence
-    if not program.scan:  # two float32 sums, operands of six products, a float32 derivative; scores in either dtype
-        return (8 + 6 * n) * width + (n * sizes.ups + n + 4) * hidden + (n + (4 if end else n)) * scores
-    if n == 4:  # all that JAX saves
-        return n * (12 * width + 6 * hidden + 2 * scores)
-    # `autocast` saves a sum and results of products. XLA may lay queries, keys and values out again.
-    return (4 + (5 + 3 * end) * n) * width + n * sizes.ups * hidden + n * scores
-
-
-def _needs(*rows: tuple[str, Any, str]) -> list[Need]:
-    """Return what needs any bytes, of rows with one number or with both ends."""
-    ends = [(x if isinstance(x, tuple) else (x, x)) for _, x, _ in rows]
-    found = [Need(term, int(x[0]), int(x[1]), why) for (term, _, why), x in zip(rows, ends, strict=True)]
-    return [need for need in found if need.least or need.most]
-
-
-def _moments(program: Program, sizes: Sizes, run: Run) -> Iterator[Iterable[Need]]:
-    """Yield what a device needs at the logits, in a layer's backward pass, and in the update of the largest array."""
-    tokens, n, sharded = run.batch * run.sequence, run.narrow, run.devices > 1
-    layers, width, head, words = sizes.layers, sizes.width, sizes.head, sizes.head // max(sizes.width, 1)
-    heads, weights = sizes.heads, layers * sizes.in_a_layer
-
-    each = tuple(_kept_by_a_layer(program, sizes, run, end) for end in (0, 1))
-    if program.checkpoint:
-        each, part = (_KEPT[run.kept] * width,) * 2, 1.0
-    else:
-        part = 0.5  # a layer keeps the other half
-    freed = ("gradients freed", (-int(run.gradients * sizes.share) * (not program.scan), 0), "XLA may use each at once")
-    common = _needs(
-        ("kept by layers", tuple(layers * tokens * x for x in each), f"{layers} layers x {each[1]:,} bytes a token"),
-        freed,
-        (
-            "whole gradients",
-            (0, run.wide * weights * sharded * (not program.scan)),
-            "devices may sum them at the end",
-        ),
-        ("second layout", (0, run.wide * weights * sharded * program.scan // run.devices), "of gradients or weights"),
-    )
-    parts = PARTS if program.parts else 1
-    summed = ("head's gradient", (8 - n) * head * program.parts, "in float32, twice: a sum over parts")
-    of_logits = f"{tokens:,} tokens x {words:,} words"
-    yield common + _needs(
-        ("logits", (4 + n) * tokens * words // parts, f"{of_logits}, in float32 and {8 * n} bits"),
-        summed,
-        ("gathered weights", n * head * sharded, "the head"),
-    )
-    activations = (tokens * part * (2 * n * (sizes.ups + 1) * x + (12 + 5 * n) * width) for x in sizes.hidden)
-    scores = tuple(part * n * (3 + i) * tokens * heads[i] * run.sequence * (not program.kernel) for i in (0, 1))
-    yield common + _needs(
-        ("one layer", tuple(activations), "activations and their gradients"),
-        ("scores", scores, f"3 or 4 of {heads[1]} heads x {run.sequence:,} numbers a token"),
-        ("logits", n * tokens * words * (not program.parts), f"{of_logits}: their gradient"),
-        summed,
-        ("embedding's gradient", (4 if sharded else 4 - n) * head, "in float32, whole"),
-        ("gathered weights", 2 * n * sizes.in_a_layer * sharded, "two layers"),
-    )
-    yield _needs(freed, ("update", (0, run.update * sizes.largest // run.devices), "of the largest array, in float32"))
+    """Return what a device needs at the moment of a program at which it may need most."""
+    kernel, parts, checkpoint, scan = program
+    layers, width, hidden, ups, heads, head, in_a_layer = sizes
+    tokens, sequence, kept, n, wide, gradient, devices, update = run
+    hidden, end, sharded = np.array(hidden), np.arange(2), devices > 1  # arrays have both ends
+    scores = np.array(heads) * sequence * (not kernel)
+    if checkpoint:
+        kept_by_layer = _KEPT[kept] * width
+    elif not scan:  # two float32 sums, operands of six products, a float32 derivative; scores in either dtype
+        kept_by_layer = (8 + 6 * n) * width + (n * ups + n + 4) * hidden + (n + np.array([n, 4])) * scores
+    elif n == 4:  # all that JAX saves
+        kept_by_layer = n * (12 * width + 6 * hidden + 2 * scores)
+    else:  # `autocast` saves a sum and results of products; XLA may lay queries, keys and values out again
+        kept_by_layer = (4 + (5 + 3 * end) * n) * width + n * ups * hidden + n * scores
+    at_work = tokens if checkpoint else tokens / 2  # a layer keeps the other half
+    weights, words = layers * in_a_layer, head // max(width, 1)
+    logits, of_logits = tokens * words, f"{tokens:,} tokens x {words:,} words"
+    freed = {"gradients freed": ((end - 1) * gradient * weights * (not scan), "XLA may use each at once")}
+    common = freed | {
+        "kept by layers": (layers * tokens * kept_by_layer, f"{layers} layers x {np.max(kept_by_layer):,} a token"),
+        "whole gradients": (end * wide * weights * sharded * (not scan), "devices may sum them at the end"),
+        "second layout": (end * wide * weights * sharded * scan // devices, "of gradients or weights"),
+        "head's gradient": ((8 - n) * head * parts, "in float32, twice: a sum over parts"),
+    }
+    moments = [
+        common
+        | {
+            "logits": ((4 + n) * logits // (PARTS if parts else 1), f"{of_logits}, in float32 and {8 * n} bits"),
+            "gathered weights": (n * head * sharded, "the head"),
+        },
+        common
+        | {
+            "one layer": (at_work * (2 * n * (ups + 1) * hidden + (12 + 5 * n) * width), "and gradients in it"),
+            "scores": (at_work * n * (3 + end) * scores, f"3 or 4 times {np.max(scores):,} a token"),
+            "logits": (n * logits * (not parts), f"{of_logits}: their gradient"),
+            "embedding's gradient": ((4 if sharded else 4 - n) * head, "in float32, whole"),
+            "gathered weights": (2 * n * in_a_layer * sharded, "two layers"),
+        },
+        freed | {"update": (end * update, "of the largest array, in float32")},
+    ]
+    both = [{term: (*np.broadcast_to(x, 2).astype(int).tolist(), why) for term, (x, why) in m.items()} for m in moments]
+    peaks = [Peak(program, {term: need for term, need in m.items() if any(need[:2])}) for m in both]
+    return max(peaks, key=lambda peak: peak.most) if layers else Peak(program, {})
