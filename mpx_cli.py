@@ -117,8 +117,7 @@ def plan(
         planned = cli.attribute(model) if ":" in model else cli.parameters(model)
         optimizer, code = cli.rule(rule)
         comparison = cli.plan(planned, optimizer, **options)
-    parts = [*cli.plan_parts(comparison, code), *([cli.own_program(model, memory)] if batch else [])]
-    cli.write(comparison, as_json, parts)
+    cli.write(comparison, as_json, cli.plan_parts(comparison, code, model, (memory or "").strip().lower()))
 
 
 @app.command(epilog='Example: mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')

@@ -159,8 +159,8 @@ def plan(
     return compare_plans(model, rule, recipe or None, gradient_dtype=gradient_dtype, **options)
 
 
-def plan_parts(comparison: PlanComparison, rule: str) -> Iterator[Any]:
-    """Yield the table of several recipes, or the parts of one; and the code for one that fits, or what helps."""
+def plan_parts(comparison: PlanComparison, rule: str, model: str, memory: str) -> Iterator[Any]:
+    """Yield the table of several recipes, or the parts of one; the code for one that fits; and what tells more."""
     is_one, limit = len(comparison.plans) == 1, comparison.usable_bytes
     if is_one:
         yield from comparison.plans.values()
@@ -179,14 +179,10 @@ def plan_parts(comparison: PlanComparison, rule: str) -> Iterator[Any]:
         recipe = RECIPES.get(get_policy(name).recipe or "")
         key = ", key=jax.random.key(0)" if recipe and recipe.rounds_at_random else ""
         yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)}{key})"
-
-
-def own_program(model: str, memory: str | None) -> str:
-    """Return the command that compiles a step of one's own, for the device that was named."""
-    name = (memory or "").strip().lower()
-    name = name if name in TARGETS and (TARGETS[name].gpu or TARGETS[name].tpu) else "h100"
-    file = model.rpartition(":")[0] or "train.py"
-    return f"What your own program needs, to the byte: mpx program {file}:step --target {name}"
+    if any(plan.step for plan in comparison.plans.values()):
+        found, file = TARGETS.get(memory), model.rpartition(":")[0] or "train.py"
+        target = memory if found and (found.gpu or found.tpu) else "h100"
+        yield f"What your own program needs, to the byte: mpx program {file}:step --target {target}"
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:

@@ -227,45 +227,9 @@ def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkey
     assert json_of("plan", "7B", "--memory", "80GB")["usable_bytes"] == 72_000_000_000
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "8B --recipe bf16-split --memory h100",  # another recipe
-        "70B --devices 8 --memory h200",
-        "70B --devices 10 --fsdp --memory h100 --scan --attention xla",  # gradients in 16 bits, or activations in 8
-        "8B --recipe bf16-split-8bit --batch 8 --memory h100",
-        "8B --recipe bf16-split --batch 8 --memory h100",  # two changes together
-        "70B --devices 8 --fsdp --memory h100 --scan",  # all changes together, with more of the memory
-        "405B --devices 8 --fsdp --memory h200",  # nothing but more devices
-        "7B --rule sgd --recipe f32 --memory 24GB",  # a rule without moments that a recipe could store in fewer bits
-    ],
-)
-def test_where_nothing_fits_each_change_that_is_named_makes_it_fit(arguments, text_of, json_of, monkeypatch):
-    _, found = text_of("plan", *arguments.split()).split("Nothing fits. It would with\n")
-    changes = [line.removeprefix("- ") for line in found.splitlines() if line.startswith("- ")]
-    assert len(set(changes)) == len(changes) > 0
-    for change in changes:
-        kept = re.sub(r"--recipe \S+", "", arguments) if "--recipe" in change else arguments
-        options = change.removeprefix("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
-        with monkeypatch.context() as patch:
-            patch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75" if options == change else "0.95")
-            assert "no" not in json_of("plan", *kept.split(), *options.split())["fits"].values()
-
-
-def test_changes_are_named_from_the_cheapest_to_the_dearest(text_of):
-    text = text_of("plan", "8B", "--devices", "2", "--recipe", "bf16-split", "--batch", "16", "--memory", "80GB")
-    places = [text.find(change) for change in ("--recipe", "--fsdp", "--batch", "--kept", "--devices")]
-    assert [place for place in places if place > 0] == sorted(place for place in places if place > 0)
-
-
-def test_no_recipe_is_named_that_needs_more_than_the_one_that_was_given(text_of):
-    arguments = "70B --devices 8 --fsdp --batch 8 --memory h100 --recipe bf16-split24-4bit"
-    assert "--recipe" not in text_of("plan", *arguments.split())
-
-
-def test_where_no_change_makes_it_fit_it_says_so(text_of):
-    text = text_of("plan", "405B", "--sequence", "10000000", "--memory", "1GB", "--recipe", "f32")
-    assert "Nothing fits, nor would it on 1,024 times as many devices" in text
+def test_where_nothing_fits_it_says_what_needs_less(text_of):
+    text = text_of("plan", "70B", "--memory", "80GB")
+    assert "Nothing fits. Less is needed with another --recipe, a smaller --batch or --sequence, --kept 8bit, " in text
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class PlanComparison(Result):
             fitting = lambda answer: ", ".join(name for name, fits in self.fits.items() if fits == answer)
             yield from (f"{fitting(answer)}: {answer}." for answer in answers)
         if has_peak:
-            yield next(iter(plans)).of_which_program(unit)
+            yield next(iter(plans)).of_which_program()
         if is_sharded:
             yield "Sends: bytes a parameter and step, of weights that are gathered and gradients that devices add up."
 

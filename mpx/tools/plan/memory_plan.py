@@ -129,20 +129,20 @@ class MemoryPlan(Result):
         lines = [(*names, shown(count, unit), digits(count / self.parameters)) for *names, count in parts]
         yield Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
         if self.step:
-            held, most = self.total_bytes_a_device, self._most
-            needs = most.needs | {"peak, with held": (held + most.least, held + most.most, "")}
-            rows = [(term, shown(low, unit), shown(high, unit), why) for term, (low, high, why) in needs.items()]
-            yield Table(f"Besides, with {most.program}", [("needs", "from", "to", "why"), *rows], (1, 2))
-            yield self.of_which_program(unit)
+            sums = {"peak, with held": (self.least_peak_bytes_a_device, self.peak_bytes_a_device, "")}
+            needs = (self._most.needs | sums).items()
+            rows = [(term, shown(low, unit), shown(high, unit), why) for term, (low, high, why) in needs]
+            yield Table(f"Besides, with {self._most.program}", [("needs", "from", "to", "why"), *rows], (1, 2))
+            yield self.of_which_program()
         if self.devices > 1:
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
             yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."
 
-    def of_which_program(self, unit: Unit) -> str:
+    def of_which_program(self) -> str:
         """Name the program whose peak this is, or those with the least and the most."""
-        ends = (self.least_peak_bytes_a_device, "from", self._least), (self.peak_bytes_a_device, "to", self._most)
-        named = [f"{end} {shown(count, unit)} {unit[0]} with {peak.program}" for count, end, peak in ends]
-        return f"The peak is that of {self.step}:\n" + ",\n".join(named) + "."
+        least, most = self._least.program, self._most.program
+        ends = f"from {least},\nto {most}" if least != most else f"{most}"
+        return f"The peak is that of {self.step}:\n{ends}."
 
     def title(self, unit: Unit) -> str:
         """Return the title of a table of bytes in some unit."""
@@ -256,7 +256,7 @@ def memory_plan(
         *state_entries(state, shardings),
     ]
     sent = _sent(weights, entries_of("gradients", narrow, whole), policy, along)
-    rows, needed, step = rows_of(entries), (Peak(peaks.Program(True, True, True, True), {}),), ""
+    rows, needed, step = rows_of(entries), (Peak(peaks.Program(True, True, True, True), 0, 0, {}),), ""
     if batch:
         shapes = peaks.shapes_of(count) if _errors.is_integer(model) else [p.shape for _, _, p, _ in weights]
         is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
@@ -264,18 +264,12 @@ def memory_plan(
         dtypes = {row.kind: row.dtypes for row in rows}
         # XLA may write what is stored in blocks, or in 24 bits, in float32 first.
         rounded = 8 if "uint8" in dtypes.get("low bits", ()) else 4 * ("scales of blocks" in dtypes)
-        run = peaks.Run(
-            batch * sequence,
-            sequence,
-            kept,
-            narrow=max(jax.tree.leaves(narrow), key=lambda p: math.prod(p.shape)).dtype.itemsize,
-            wide=summed.itemsize,
-            gradient=sum(row.bytes_a_device for row in rows if row.kind == "gradients") / count,
-            devices=devices,
-            update=rounded * max(map(math.prod, shapes)) // devices,
-        )
+        largest = max(jax.tree.leaves(narrow), key=lambda p: math.prod(p.shape))
+        update = rounded * max(map(math.prod, shapes)) // devices
+        gradient = sum(row.bytes_a_device for row in rows if row.kind == "gradients") / count
+        run = (batch * sequence, sequence, kept, largest.dtype.itemsize, summed.itemsize, gradient, devices, update)
         written = peaks.programs(attention, logits, checkpoint, scan, kept)
-        needed = tuple(peaks.peak_of(program, sizes, run) for program in written)
+        needed = tuple(peaks.peak_of(program, sizes, peaks.Run(*run)) for program in written)
         tokens = f"{batch:,} x {sequence:,} tokens a device"
         step = f"a transformer of {sizes.layers:,} layers of width {sizes.width:,} on {tokens}"
     return MemoryPlan(rows, count, step, needed, on.size, *(n / count for n in sent))

@@ -55,17 +55,9 @@ class Peak(NamedTuple):
     """What a device needs at the peak of a program, beside what it holds."""
 
     program: Program
-    needs: dict[str, tuple[int, int, str]]  # least and most bytes, and why
-
-    @property
-    def least(self) -> int:
-        """Bytes that it needs for certain."""
-        return sum(least for least, _, _ in self.needs.values())
-
-    @property
-    def most(self) -> int:
-        """Bytes that it may need."""
-        return sum(most for _, most, _ in self.needs.values())
+    least: int  # bytes that it needs for certain
+    most: int  # and that it may need
+    needs: dict[str, tuple[int, int, str]]  # least and most bytes, and why, at the moment when it may need most
 
 
 class Run(NamedTuple):
@@ -99,9 +91,7 @@ def shapes_of(parameters: int) -> list[tuple[int, ...]]:
     at = math.log(parameters)
     layers, width, hidden, keys, words = (round(math.exp(np.interp(at, known, size))) for size in sizes)
     size = 128 if width > 2048 else 64  # of a head
-    sides = (
-        [(width, width), (width // size, size, width)] + [(width, keys)] * 2 + [(width, hidden)] * 2 + [(hidden, width)]
-    )
+    sides = [(width, width), (width // size, size, width), *[(width, keys), (width, hidden)] * 2, (hidden, width)]
     return [(words, width), (width, words), *((layers, *side) for side in sides)]
 
 
@@ -183,6 +173,7 @@ def peak_of(program: Program, sizes: Sizes, run: Run) -> Peak:
     else:  # `autocast` saves a sum and results of products; XLA may lay queries, keys and values out again
         kept_by_layer = (4 + (5 + 3 * end) * n) * width + n * ups * hidden + n * scores
     at_work = tokens if checkpoint else tokens / 2  # a layer keeps the other half
+    divided = np.array([devices, 1])  # what XLA may add up for each device, or whole
     weights, words = layers * in_a_layer, head // max(width, 1)
     logits, of_logits = tokens * words, f"{tokens:,} tokens x {words:,} words"
     freed = {"gradients freed": ((end - 1) * gradient * weights * (not scan), "XLA may use each at once")}
@@ -190,7 +181,7 @@ def peak_of(program: Program, sizes: Sizes, run: Run) -> Peak:
         "kept by layers": (layers * tokens * kept_by_layer, f"{layers} layers x {np.max(kept_by_layer):,} a token"),
         "whole gradients": (end * wide * weights * sharded * (not scan), "devices may sum them at the end"),
         "second layout": (end * wide * weights * sharded * scan // devices, "of gradients or weights"),
-        "head's gradient": ((8 - n) * head * parts, "in float32, twice: a sum over parts"),
+        "head's gradient": ((8 - n) * head * parts / divided, "in float32, twice: a sum over parts"),
     }
     moments = [
         common
@@ -201,13 +192,16 @@ def peak_of(program: Program, sizes: Sizes, run: Run) -> Peak:
         common
         | {
             "one layer": (at_work * (2 * n * (ups + 1) * hidden + (12 + 5 * n) * width), "and gradients in it"),
-            "scores": (at_work * n * (3 + end) * scores, f"3 or 4 times {np.max(scores):,} a token"),
+            "scores": (at_work * n * (3 + end) * scores, f"3 or 4 of {max(heads)} heads x {sequence:,} a token"),
             "logits": (n * logits * (not parts), f"{of_logits}: their gradient"),
-            "embedding's gradient": ((4 if sharded else 4 - n) * head, "in float32, whole"),
+            "embedding's gradient": ((4 if sharded else 4 - n) * head / divided, "in float32"),
             "gathered weights": (2 * n * in_a_layer * sharded, "two layers"),
         },
         freed | {"update": (end * update, "of the largest array, in float32")},
     ]
-    both = [{term: (*np.broadcast_to(x, 2).astype(int).tolist(), why) for term, (x, why) in m.items()} for m in moments]
-    peaks = [Peak(program, {term: need for term, need in m.items() if any(need[:2])}) for m in both]
-    return max(peaks, key=lambda peak: peak.most) if layers else Peak(program, {})
+    rows = [{term: (*np.broadcast_to(x, 2).astype(int).tolist(), why) for term, (x, why) in m.items()} for m in moments]
+    sums = [tuple(sum(need[i] for need in needs.values()) for i in (0, 1)) for needs in rows]
+    least, (most, at) = max(low for low, _ in sums), max((high, i) for i, (_, high) in enumerate(sums))
+    if not layers:
+        return Peak(program, 0, 0, {})
+    return Peak(program, least, most, {term: need for term, need in rows[at].items() if need[0] or need[1]})

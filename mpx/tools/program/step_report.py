@@ -195,8 +195,8 @@ def step_report(
             comes from `jax.jit`, an argument may hold other things, such as Python numbers or an Equinox model's
             functions.
         target: what to compile for: None for this machine; `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"` with the
-            extra `compiler`, `cuda12` or `cuda13` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. The device
-            need not be there.
+            extra `compiler`, `cuda12` or `cuda13` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. It need
+            not be there.
         donate_argnums: as for `jax.jit`, for a step that it has not returned. Donate parameters and state, as a
             training loop does: else old and new ones are held at the same time, and a finding says so.
 
@@ -230,7 +230,13 @@ def step_report(
             "compiled for a device that is not here. Leave the call out."
         ) from error
     start = time.perf_counter()
-    compiled = _compiled(lowered, options)
+    try:
+        compiled = lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        said, helps = str(error), [text for part, text in _FAILURES.items() if part in str(error)]
+        if not helps:
+            raise
+        raise RuntimeError(f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {helps[0]}") from error
     seconds = time.perf_counter() - start
     # What another library's jit donates (`equinox.filter_jit`) is not known from outside.
     is_known = isinstance(step, jax.stages.Wrapped) or not hasattr(step, "lower") or donate_argnums != ()
@@ -238,18 +244,6 @@ def step_report(
     axes = mesh and mesh.shape
     report = report_of(compiled, lowered, names, target=device, mesh_shape=axes, compile_seconds=seconds)
     return dataclasses.replace(report, findings=(*of_chain(jaxpr), *report.findings))
-
-
-def _compiled(lowered: Any, options: Any) -> Any:
-    """Compile a program; pass on how XLA failed, with what is known to help."""
-    try:
-        return lowered.compile(options)
-    except jax.errors.JaxRuntimeError as error:
-        said = str(error)
-        help_ = next((text for part, text in _FAILURES.items() if part in said), None)
-        if help_ is None:
-            raise
-        raise RuntimeError(f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {help_}") from error
 
 
 def report_of(
