@@ -221,8 +221,10 @@ def memory_plan(
         counts and scalars  other state    int32     0.000    0.000
         held                                         14.68    14.00
         >>> plan = memory_plan(8_000_000_000, tx, "bf16")
-        >>> f"{plan.least_peak_bytes_a_device / 1e9:.1f} to {plan.peak_bytes_a_device / 1e9:.1f} GB, for {plan.step}"
-        '103.3 to 251.3 GB, for a transformer of 32 layers of width 4,096 on 1 x 4,096 tokens a device'
+        >>> plan.step
+        'a transformer of 32 layers of width 4,096 on 1 x 4,096 tokens a device, gradients in bfloat16'
+        >>> f"{plan.least_peak_bytes_a_device / 1e9:.1f} to {plan.peak_bytes_a_device / 1e9:.1f} GB"
+        '103.3 to 251.3 GB'
     """
     tx = _errors.as_transformation(tx, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)
@@ -270,7 +272,7 @@ def memory_plan(
         run = (batch * sequence, sequence, kept, largest.dtype.itemsize, summed.itemsize, gradient, devices, update)
         written = peaks.programs(attention, logits, checkpoint, scan, kept)
         needed = tuple(peaks.peak_of(program, sizes, peaks.Run(*run)) for program in written)
-        tokens = f"{batch:,} x {sequence:,} tokens a device"
+        tokens = f"{batch:,} x {sequence:,} tokens a device, gradients in {', '.join(dtypes['gradients'])}"
         step = f"a transformer of {sizes.layers:,} layers of width {sizes.width:,} on {tokens}"
     return MemoryPlan(rows, count, step, needed, on.size, *(n / count for n in sent))
 
