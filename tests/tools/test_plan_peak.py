@@ -145,9 +145,8 @@ def test_what_is_open_is_a_range_from_the_program_that_needs_least_to_the_one_th
 
 
 def test_a_plan_names_the_program_whose_peak_it_gives():
-    head = (
-        "The peak is that of a transformer of 3 layers of width 256 on 2 x 64 tokens a device, gradients in bfloat16:\n"
-    )
+    layers = "a transformer of 3 layers of width 256"
+    head = f"The peak is that of {layers} on 2 x 64 tokens a device, gradients in bfloat16:\n"
     last = str(plan_of()).split("\n\n")[-1]
     assert last == head + "attention in a kernel, logits whole, a checkpoint a layer and layers in a scan."
     ends_of_it = str(plan_of(checkpoint=None)).split("\n\n")[-1].removeprefix(head).splitlines()

@@ -60,10 +60,8 @@ class PlanComparison(Result):
             columns["largest"] = [f"{digits(count / 1e9)}B" for count in self.largest_models.values()]
         lines = zip(*columns.values(), strict=True)
         yield Table(next(iter(plans)).title(unit), [tuple(columns), *lines], range(1, len(columns)))
-        if self.usable_bytes is not None:
-            answers = sorted({fits for fits in self.fits.values() if " " in fits})
-            fitting = lambda answer: ", ".join(name for name, fits in self.fits.items() if fits == answer)
-            yield from (f"{fitting(answer)}: {answer}." for answer in answers)
+        for answer in sorted({fits for fits in self.fits.values() if " " in fits}):
+            yield f"{', '.join(name for name, fits in self.fits.items() if fits == answer)}: {answer}."
         if has_peak:
             yield next(iter(plans)).of_which_program()
         if is_sharded:

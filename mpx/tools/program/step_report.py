@@ -20,7 +20,7 @@ from mpx.tools.program.targets import Target, get_target, target_devices, target
 
 _MOST_ROWS = 12  # of kernels that are printed
 _FAILURES = {  # parts of what XLA says, and what is known to help
-    "Couldn't find output tile sizes": "Its Triton compiler cuts no such product into tiles, whatever the precision. "
+    "Couldn't find output tile sizes": "Its Triton compiler finds no tiles for such a product, in plain bfloat16 too. "
     "Leave products to cuBLAS: `jax.jit(step, compiler_options={'xla_gpu_enable_triton_gemm': False})`, or for all "
     "programs XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Sequences of a multiple of 64 tokens may do, too."
 }
@@ -154,15 +154,15 @@ def _most(
 
 
 def _how_it_fits(peak: int, target: Target) -> str:
-    gigabytes = lambda count: f"{count / 1e9:.4g}"
-    of = lambda limit: f"{gigabytes(peak)} of {gigabytes(limit)} GB of one {target.name}"
+    limit = target.usable_bytes if peak <= target.usable_bytes else target.memory_bytes
+    size = f"{peak / 1e9:.4g} of {limit / 1e9:.4g} GB of one {target.name}"
     if peak <= target.usable_bytes:
-        return f"fits: yes, {of(target.usable_bytes)}"
+        return f"fits: yes, {size}"
     largest = "The findings name what is largest, by lines."
     if peak > target.memory_bytes:
-        return f"fits: no, {of(target.memory_bytes)}. {largest}"
-    share = f"XLA_PYTHON_CLIENT_MEM_FRACTION={math.ceil(100 * peak / target.memory_bytes) / 100:.2f}"
-    return f"fits: only with {share}, {of(target.memory_bytes)}: JAX takes 75% by default. {largest}"
+        return f"fits: no, {size}. {largest}"
+    share = math.ceil(100 * peak / target.memory_bytes) / 100
+    return f"fits: only with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}, {size}: JAX takes 75% by default. {largest}"
 
 
 def _line_of(finding: Finding) -> str:
