@@ -235,6 +235,7 @@ def test_the_peak_of_a_program_that_does_not_fit_is_told_by_its_three_largest_gr
     [
         ("f32[1024,1024]{1,0} negate(%a)" + BACKWARD, "Keep gradients in 16 bits"),
         ("f32[1024,1024]{1,0} negate(%a)", "`mpx.fused_update`"),
+        ("bf16[2,1024,512,512]{3,2,1,0} negate(%a)" + BACKWARD, "If it is scores, a kernel needs none"),
         ("f32[2048,1024]{1,0} negate(%a)" + FORWARD, "Keep activations in fewer bits"),
         ("f32[2048,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),
         ("bf16[1024,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),

@@ -328,6 +328,10 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
             (is_weight and phase == "backward", 'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.'),
             (is_weight and phase == "update", "`mpx.fused_update` needs none, but for a sum over microbatches."),
             (
+                x.shape.dims[2:] and len({*x.shape.dims[-2:]}) == 1 and tuple(sorted(x.shape.dims)) not in shards,
+                'If it is scores, a kernel needs none: `jax.nn.dot_product_attention(..., implementation="cudnn")`.',
+            ),
+            (
                 is_wide and phase == "forward",
                 'Keep activations in fewer bits: `mpx.checkpoint(..., kept="bf16", argnums=...)`.',
             ),
