@@ -33,7 +33,6 @@ class Model:
     checkpoint: bool = False
     kernel: bool = False  # attention by cuDNN
     parts: int = 1  # in which logits are made
-    grad_dtype: str | None = None  # of `value_and_grad`, whose default is float32
 
 
 def init(m):
@@ -135,8 +134,7 @@ def program(m, recipe, devices=()) -> tuple[Any, Any, Any]:
 
     def step(params, state, inputs, targets):
         loss = mpx.autocast(functools.partial(loss_fn, m), policy)
-        value_and_grad = mpx.value_and_grad(loss, mpx.get_loss_scale(state), grad_dtype=m.grad_dtype)
-        value, grads = value_and_grad(params, inputs, targets)
+        value, grads = mpx.value_and_grad(loss, mpx.get_loss_scale(state))(params, inputs, targets)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 

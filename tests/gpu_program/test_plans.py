@@ -40,7 +40,6 @@ CASES = {
     "ViT": case(but(VIT, scan=True)),
     "experts": case(EXPERTS),
     "1.4B": case(BILLION),
-    "1.4B, float32 gradients": case(but(BILLION, grad_dtype="float32")),
     "256k words": case(WORDS),
     "32k tokens": case(LONG),
     "13B on 8": case(LARGE, devices=8),
@@ -75,8 +74,7 @@ HAVE_ENDS = {"32k tokens", "1.4B on 8", "13B on 8", *(name for name in CASES | S
 def written(m: Model) -> dict[str, Any]:
     """Return what a plan is told of how a program is written."""
     how = {"attention": "kernel" if m.kernel else "xla", "logits": "parts" if m.parts > 1 else "whole"}
-    how |= {"scan": m.scan, "checkpoint": m.checkpoint}
-    return {**how, "heads": m.width // m.head_size, "gradient_dtype": m.grad_dtype}
+    return {**how, "scan": m.scan, "checkpoint": m.checkpoint, "heads": m.width // m.head_size}
 
 
 def plan_of(m, recipe, args, tx, **how):
@@ -110,7 +108,7 @@ def test_the_peak_of_a_program_is_at_most_5_percent_above_its_plan_and_15_percen
     print(f"{name}: {report.peak_bytes / 2**30:.4g} GiB, planned {least / 2**30:.4g} to {most / 2**30:.4g}")
     assert 0.95 * report.peak_bytes < most
     assert (least if name in HAVE_ENDS else most) < 1.15 * report.peak_bytes
-    anything = plan(gradient_dtype=m.grad_dtype)
+    anything = plan()
     assert anything.least_peak_bytes_a_device < 1.15 * report.peak_bytes
     assert 0.95 * report.peak_bytes < anything.peak_bytes_a_device
 
