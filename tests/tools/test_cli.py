@@ -366,6 +366,8 @@ def error_of(run):
         ("plan 7B --memory 80", "'80' is not a memory with its unit, such as 80GB"),
         ("plan 7B --memory h999", "or one of rtx4090, l40s, a100, h100, h100-nvl, h200, b200, gb200, v5e, v6e."),
         ("plan 7B --kept 4bit", "`memory_plan`: `kept` must be 'bf16' or '8bit', but got '4bit'"),
+        ("plan 7B --attention flash", "`memory_plan`: `attention` must be 'xla' or 'kernel', but got 'flash'"),
+        ("plan 7B --kept 8bit --no-checkpoint", "`kept` says what a checkpoint keeps, but `checkpoint` is False"),
         ("plan 7B --fsdp", "say over how many, as in --devices 64"),
         ("plan 7B --recipe fp4", "Or is it to be a recipe? "),
         ("plan 7B --rule adamwq", "Optax has no rule 'adamwq'. Write a function"),

@@ -121,6 +121,9 @@ def test_heads_and_their_sizes_may_be_axes_of_their_own_as_in_flax():
     sizes = sizes_of(shapes)
     assert (sizes.layers, sizes.width, sizes.hidden, sizes.heads) == (3, 256, (1024, 1024), (4, 4))
     assert sizes.in_a_layer == 4 * 256**2 + 2 * 256 * 1024
+    stacked = [(12, 256, 4, 64)] * 3 + [(12, 4, 64, 256), (12, 256, 1024), (12, 1024, 256)]
+    biases = [(12, 256)] * 6 + [(12, 1024), (12, 4, 64)]
+    assert sizes_of([*shapes[:2], *stacked, *biases]) == sizes._replace(layers=12)
 
 
 def test_a_model_without_matrices_has_no_peak_of_its_own():

@@ -107,18 +107,20 @@ def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Siz
     width = max(sides, key=lambda n: (sides[n], n), default=1)
     found = [n for *_, n, size, last in (shape for shape in shapes if len(shape) > 2) if n * size == last == width]
     heads = heads or next(iter(found), None)
-    matrices = [_matrix(shape, width) for shape in shapes]
-    times: Counter[tuple[int, int]] = Counter()
-    for stacked, matrix in matrices:
-        times[matrix] += stacked
+    stacks: dict[tuple[int, int], list[int]] = {}  # of each matrix
+    for stacked, matrix in (_matrix(shape, width) for shape in shapes):
+        stacks.setdefault(matrix, []).append(stacked)
+    times = Counter({matrix: sum(found) for matrix, found in stacks.items()})
     once = min(2, max(times.values(), default=1) - 1)  # embedding and head may have one shape
-    repeated = [matrix for matrix, n in times.items() if n > once]
-    layers = min((times[matrix] for matrix in repeated), default=0)
+    large = sum(map(math.prod, shapes)) / 100  # a stack of biases is smaller
+    repeated = [matrix for matrix, n in times.items() if n > once and n * math.prod(matrix) > large]
+    in_layers = [stacked for matrix in repeated for stacked in stacks[matrix]]
+    layers = min((len(stacks[matrix]) for matrix in repeated), default=0)
+    if is_scan := statistics.median_low([1, *in_layers]) > 1:
+        layers = min(stacked for stacked in in_layers if stacked > 1)
     hidden = max((n for n, last in repeated if last == width != n and (width, n) in times), default=width)
     both = (hidden, width), (width, hidden)
-    in_stacks = statistics.median_low([1, *(stacked for stacked, matrix in matrices if matrix in repeated)]) >= layers
-    experts = max((stacked for stacked, matrix in matrices if matrix in both), default=1)
-    experts = max(1, experts // layers) if in_stacks and layers else experts
+    experts = max(1, *(n for matrix in both for n in stacks.get(matrix, [1]))) // (layers if is_scan else 1)
     return Sizes(
         layers,
         width,
