@@ -5,7 +5,6 @@ whose import takes most of a second.
 """
 
 import contextlib
-import functools
 import pathlib
 import sys
 from typing import Annotated, Any
@@ -95,31 +94,30 @@ def plan(
     grad_dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Of gradients, as in mpx.value_and_grad: bf16.")
     ] = None,
+    attention: Annotated[str | None, typer.Option(metavar="HOW", help="By xla, or by a kernel.")] = None,
+    logits: Annotated[str | None, typer.Option(metavar="HOW", help="whole, or in parts.")] = None,
+    checkpoint: Annotated[bool | None, _flag("--checkpoint/--no-checkpoint", "Of each layer, computed again.")] = None,
+    scan: Annotated[bool | None, _flag("--scan/--unrolled", "How layers run.")] = None,
+    heads: Annotated[int | None, typer.Option(metavar="COUNT", min=1, help="Of attention.")] = None,
     as_json: _AsJson = False,
 ) -> None:
     """Count the bytes that a training step needs under each precision recipe, before anything is allocated."""
     from mpx.tools import cli
 
-    limit, most = (None, 0) if memory is None else (cli.usable_bytes(memory), cli.usable_bytes(memory, cli.MOST))
     options = {
-        "usable_bytes": limit,
+        "usable_bytes": None if memory is None else cli.usable_bytes(memory),
         "recipe": recipe or [],
         "devices": devices,
         "fsdp": fsdp,
         "grad_dtype": grad_dtype,
     }
-    options |= {"batch": batch, "sequence": sequence, "kept": kept}
+    options |= {"batch": batch, "sequence": sequence, "kept": kept, "attention": attention, "logits": logits}
+    options |= {"checkpoint": checkpoint, "scan": scan, "heads": heads}
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
         planned = cli.attribute(model) if ":" in model else cli.parameters(model)
         optimizer, code = cli.rule(rule)
-        of_options = functools.partial(cli.plan, planned, optimizer)
-        comparison = of_options(**options)
-        parts = list(
-            cli.plan_parts(comparison, code, lambda name: cli.changes_that_fit(of_options, name, options, most))
-        )
-    if batch and ":" in model:
-        parts.append("The peak is that of a transformer with these weights. For another model give --batch 0.")
-    cli.write(comparison, as_json, parts)
+        comparison = cli.plan(planned, optimizer, **options)
+    cli.write(comparison, as_json, cli.plan_parts(comparison, code, model, (memory or "").strip().lower()))
 
 
 @app.command(epilog='Example: mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad')
@@ -160,7 +158,7 @@ def program(
 ) -> None:
     """Compile a training step, and show what it costs: memory, traffic, precision, and a bound of its time.
 
-    Nothing runs, so the device need not be there. GPUs need the extra cuda12 or cuda13.
+    Nothing runs, so the device need not be there. GPUs need the extra compiler, cuda12 or cuda13.
     """
     if target is not None:
         from mpx.tools.program.targets import allow_targets

@@ -31,6 +31,12 @@ def name_of(page):
     return page.relative_to(DOCS).as_posix()
 
 
+def marked(page):
+    """Return the parameter of a test of a page; what makes a mesh makes programs for many devices."""
+    marks = [pytest.mark.many_devices] if "make_mesh" in page.read_text() else []
+    return pytest.param(page, id=name_of(page), marks=marks)
+
+
 def in_navigation():
     """Return the paths in the navigation of `mkdocs.yml`, in their order."""
 
@@ -71,7 +77,7 @@ def test_the_code_of_the_readme_runs_from_top_to_bottom():
 
 @pytest.mark.optax_promotion
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name_of)
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES if BLOCK.search(page.read_text())])
 def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_says(page):
     run_in_lines(page.read_text(), run_blocks(page.read_text(), name_of(page), check_training_steps))
 
@@ -155,6 +161,16 @@ def test_every_page_of_the_navigation_exists():
 def test_every_page_and_every_notebook_stands_in_the_navigation_once():
     notebooks = [f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")]
     assert sorted(in_navigation()) == sorted([*map(name_of, PAGES), *notebooks])
+
+
+def test_a_menu_names_a_page_as_its_first_line_does():
+    """A menu leaves out its own name: *Coming from*, torch.amp."""
+    entries = re.findall(r"^ +- (?:(.+): )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    titles = {path: re.search(r"^# (.*)$", (DOCS / path).read_text(), re.MULTILINE)[1] for _, path in entries}
+    shown = {path: re.sub("^(Coming from|Reference:) ", "", title) for path, title in titles.items()}
+    wanted = {path: name for name, path in entries if name and path != "index.md"}
+    assert len(wanted) > 25
+    assert {path: name for path, name in wanted.items() if name.lower() != shown[path].lower()} == {}
 
 
 def test_each_station_of_a_gradient_is_in_the_file_that_the_page_names():

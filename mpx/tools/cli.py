@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import itertools
 import json
 import operator
 import os
@@ -12,7 +11,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +31,7 @@ from mpx.tools.plan.memory_plan import evaluate
 from mpx.tools.program.targets import TARGETS
 
 FRACTION, MOST = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"  # of a GPU; CUDA and NCCL need the rest
-_SMALL = ("bf16-split-8bit", "bf16-split24-8bit", "bf16-split24-4bit")  # recipes that hold less, from more to less
+_LESS = "another --recipe, a smaller --batch or --sequence, --kept 8bit, and more --devices with --fsdp"
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
 _BYTES = {"b": 1} | {f"{name}b": 1000**power for name, power in _PREFIXES.items()}
@@ -160,8 +159,8 @@ def plan(
     return compare_plans(model, rule, recipe or None, gradient_dtype=gradient_dtype, **options)
 
 
-def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], list[str]]) -> Iterator[Any]:
-    """Yield the table of several recipes, or the parts of one; and the code for one that fits, or what would."""
+def plan_parts(comparison: PlanComparison, rule: str, model: str, memory: str) -> Iterator[Any]:
+    """Yield the table of several recipes, or the parts of one; the code for one that fits; and what tells more."""
     is_one, limit = len(comparison.plans) == 1, comparison.usable_bytes
     if is_one:
         yield from comparison.plans.values()
@@ -172,59 +171,18 @@ def plan_parts(comparison: PlanComparison, rule: str, changes: Callable[[str], l
             f"Training may use {limit / 1e9:.4g} GB of a device. JAX takes 75% of a GPU, or what the variable "
             f"{FRACTION} says: {MOST} where nothing else runs."
         )
-    fit = [name for name in comparison.plans if comparison.fits.get(name, True)]
+    fit = [name for name in comparison.plans if comparison.fits.get(name) != "no"]
     if not fit:
-        smallest = min(comparison.plans, key=lambda name: comparison.plans[name].peak_bytes_a_device)
-        found = [f"- {change}" for change in changes(smallest)]
-        nothing = ["Nothing fits, nor would it on 1,024 times as many devices: give a shorter --sequence."]
-        yield "\n".join(["Nothing fits. It would with", *found] if found else nothing)
+        yield f"Nothing fits. Less is needed with {_LESS}."
     elif limit is not None or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
         recipe = RECIPES.get(get_policy(name).recipe or "")
         key = ", key=jax.random.key(0)" if recipe and recipe.rounds_at_random else ""
         yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)}{key})"
-
-
-def changes_that_fit(
-    plan: Callable[..., PlanComparison], recipe: str, given: Mapping[str, Any], most_bytes: int
-) -> list[str]:
-    """Return options that make a recipe fit, cheapest first: each alone, or else several; and with more devices.
-
-    The first is more memory: `most_bytes` are what JAX can take of a device.
-    """
-
-    def first(changes):
-        return [x for x in changes if any(plan(**{**given, "recipe": [recipe], **x}).fits.values())][:1]
-
-    are_several, batch = given["devices"] > 1, given["batch"]
-    peaks = {  # of all recipes that this rule can have
-        name: p.peak_bytes_a_device
-        for some in ([], [recipe])
-        for name, p in plan(**{**given, "recipe": some}).plans.items()
-    }
-    smaller: list[list[dict[str, Any]]] = [
-        [{"usable_bytes": most_bytes}] * (given["usable_bytes"] < most_bytes),
-        [{"recipe": [name]} for name in _SMALL if peaks.get(name, peaks[recipe]) < peaks[recipe]],
-        [{"fsdp": True}] * (are_several and not given["fsdp"]),
-        [{"grad_dtype": "bf16"}] * (are_several and given["grad_dtype"] is None),
-        [{"batch": batch >> i} for i in range(1, batch.bit_length())],
-        [{"kept": kept} for kept in ("bf16", "8bit") if given["kept"] is None],
-    ]
-    together = list(itertools.accumulate([x[-1] for x in smaller if x], operator.or_, initial={}))
-    more = [{"fsdp": True, "devices": given["devices"] << i} for i in range(1, 11)]
-    found = [change for changes in smaller for change in first(changes)] or first(together)
-    found = found or first([together[-1] | change for change in more])
-    found += [change for change in first(more) if change not in found]
-    start = {} if given["recipe"] else {"recipe": [recipe]}
-    return [" ".join(itertools.starmap(_option, (change | start).items())) for change in found]
-
-
-def _option(name: str, value: Any) -> str:
-    """Return an option as the command line takes it."""
-    if name == "usable_bytes":
-        return f"{FRACTION}={MOST}"
-    flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else f"{flag} {value[0] if isinstance(value, list) else value}"
+    if any(plan.step for plan in comparison.plans.values()):
+        found, file = TARGETS.get(memory), model.rpartition(":")[0] or "train.py"
+        target = memory if found and (found.gpu or found.tpu) else "h100"
+        yield f"What your own program needs, to the byte: mpx program {file}:step --target {target}"
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:

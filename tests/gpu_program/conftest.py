@@ -12,7 +12,7 @@ from mpx.tools.program.targets import target_devices
 def h200():
     """Return eight GPUs to compile for."""
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip('the compiler for GPUs is missing: pip install ".[cuda12]"')
+        pytest.skip('the compiler for GPUs is missing: pip install ".[compiler]"')
     return target_devices("h200", 8)
 
 

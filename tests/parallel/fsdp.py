@@ -1,6 +1,6 @@
 """A training run whose parameters are sharded over all devices, of one process or of several.
 
-It has split masters, moments in 8 bits, and a loss scale; its second step is skipped.
+It has split masters, moments in 8 bits, and a loss scale; its second step is skipped. A second run is by Muon.
 
 python -m tests.parallel.fsdp FOLDER ADDRESS COUNT INDEX
 """
@@ -87,6 +87,22 @@ def trained(run, first, last, *, fused=True):
     return run
 
 
+def trained_by_muon():
+    """Return the end of three steps on seven matrices: each device has a part of each, and multiplies one at most."""
+    numbers = lambda params: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)
+    tx = mpx.chain(
+        mpx.mixed_precision("bf16-split24-8bit", key=jax.random.key(0)),
+        mpx.whole_matrices(products="f16", sent="bf16"),
+        optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers),
+    )
+    random = np.random.default_rng(0).normal(size=(4, 7, 64, 128)).astype(jnp.bfloat16)
+    params, *gradients = ({"stack": jax.device_put(x, P(None, "data"))} for x in random)
+    run, step = Run(params, tx.init(params)), jax.jit(stepper(tx))
+    for grads in gradients:
+        run = Run(*step(*run, grads))
+    return run
+
+
 def observed(run):
     """Return what the tools of mpx say of a run, as JSON can hold it."""
     mpx.check_health(run.opt_state, params=run.params)
@@ -118,6 +134,7 @@ def main(folder, address, count, index):
         ocp.save(folder / "saved", run)
         run = trained(ocp.load(folder / "saved", like(run)), SAVED, STEPS)
         ocp.save(folder / "end", run)
+        ocp.save(folder / "muon", trained_by_muon())
         (folder / f"observed {index}.json").write_text(json.dumps(observed(run)))
 
 

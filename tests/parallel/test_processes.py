@@ -65,6 +65,13 @@ def test_two_processes_have_the_bits_of_one_and_say_the_same_of_the_run(folder, 
         assert json.loads((folder / f"observed {index}.json").read_text()) == expected
 
 
+def test_two_processes_train_by_muon_to_the_bits_of_one(folder):
+    """Matrices are sent from one process to the other, and no sums are."""
+    with jax.set_mesh(fsdp.mesh_of(jax.devices("cpu"))):
+        expected = fsdp.trained_by_muon()
+        assert_equal_runs(fsdp.ocp.load(folder / "muon", fsdp.like(expected)), expected)
+
+
 @pytest.mark.parametrize("count", [4, 1])
 def test_one_process_goes_on_from_the_checkpoint_of_two(count, folder, plain):
     """The shapes are those of a state made for eight devices: on four, 8-bit columns would have larger blocks."""

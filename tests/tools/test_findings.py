@@ -207,7 +207,7 @@ def test_a_copy_of_a_gathered_weight_is_kept_in_its_own_dtype():
     assert kept([copy.replace("convert", "negate"), "%x = bf16[512,512] negate(%c)" + BACKWARD]) == []
 
 
-def beyond(*lines, memory_bytes=10**6):
+def beyond(*lines, memory_bytes=4 * 10**6 // 3):
     """Return findings on the peak of 2 MB of a program with a weight of 1,024 x 1,024."""
     weights = [Argument(0, (4096, 1024), (1024, 1024), np.dtype("float32"))]
     target = dataclasses.replace(TARGETS["h200"], memory_bytes=memory_bytes)
@@ -220,13 +220,14 @@ def test_the_peak_of_a_program_that_does_not_fit_is_told_by_its_three_largest_gr
     lines = [*twice, "%z = bf16[512,256]{1,0} negate(%n)", "ROOT %r = f32[] reduce(%x, %y, %z)"]
     found = beyond(*lines)
     assert [finding.bytes for finding in found] == [5 * SIZE, 5 * SIZE, 2 * SIZE]
-    head = "The peak of 0.002 GB is above the 0.001 GB of one H200. It holds "
+    head = "The peak of 0.002 GB is above the 0.001 GB that JAX takes of one H200. It holds "
     assert [finding.what.removeprefix(head) for finding in found] == [
         "2 arrays up to f32[512,512], such as `w['b']`",
         "3 arrays up to bf16[512,512]",
         "1 x bf16[512,512], such as `m['b']`",
     ]
-    assert beyond(*lines, memory_bytes=2 * 10**6) == []
+    assert len(beyond(*lines, memory_bytes=2 * 10**6)) == 3  # of which JAX takes 1.5
+    assert beyond(*lines, memory_bytes=3 * 10**6) == []
 
 
 @pytest.mark.parametrize(
@@ -234,6 +235,7 @@ def test_the_peak_of_a_program_that_does_not_fit_is_told_by_its_three_largest_gr
     [
         ("f32[1024,1024]{1,0} negate(%a)" + BACKWARD, "Keep gradients in 16 bits"),
         ("f32[1024,1024]{1,0} negate(%a)", "`mpx.fused_update`"),
+        ("bf16[2,1024,512,512]{3,2,1,0} negate(%a)" + BACKWARD, "If it is scores, a kernel needs none"),
         ("f32[2048,1024]{1,0} negate(%a)" + FORWARD, "Keep activations in fewer bits"),
         ("f32[2048,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),
         ("bf16[1024,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),

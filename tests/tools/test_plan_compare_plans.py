@@ -54,8 +54,14 @@ def test_the_table_adds_up_and_says_what_fits(memory, header, cells):
 def test_what_fits_is_decided_by_the_peak():
     plan = compare_plans(10**9, recipes=["bf16-split"]).plans["bf16-split"]
     fits = lambda limit: compare_plans(10**9, recipes=["bf16-split"], usable_bytes=limit)
-    assert plan.total_bytes_a_device < plan.peak_bytes_a_device
-    assert fits(plan.peak_bytes_a_device).fits == {"bf16-split": True}
-    assert fits(plan.peak_bytes_a_device - 1).fits == {"bf16-split": False}
-    assert fits(plan.peak_bytes_a_device).largest_models == {"bf16-split": 10**9}
-    assert "peak  fits  largest\n" in str(fits(1))
+    least, most = plan.least_peak_bytes_a_device, plan.peak_bytes_a_device
+    assert plan.total_bytes_a_device < most
+    assert [fits(limit).fits["bf16-split"] for limit in (most, least, least - 1)] == ["yes", "perhaps", "no"]
+    assert fits(least).largest_models == {"bf16-split": 10**9}
+    assert "peak  up to  fits  largest\n" in str(fits(1))
+
+
+def test_the_table_names_what_each_recipe_fits_with():
+    text = str(compare_plans(7 * 10**9, recipes=["bf16-split-8bit", "f32"], usable_bytes=64e9, scan=True))
+    assert [line.split()[5:-1] for line in text.splitlines()[2:4]] == [["only", "with"], ["no"]]
+    assert "\n\nbf16-split-8bit: only with attention in a kernel and a checkpoint a layer.\n\n" in text

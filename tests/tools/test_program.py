@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpx.tools.program import StepReport, Target, step_report
+from mpx.tools.program import TARGETS, StepReport, Target, step_report
 from mpx.tools.program.kernels import has_unknown_loop, kernels
 from mpx.tools.program.targets import target_here
 from mpx.tools.program.text import parse
@@ -226,14 +226,16 @@ def test_a_report_prints_what_one_asks_of_a_step():
         "products in bf16, GFLOP      0.025",
         "bound, ms ",
         "compiled in, s                 1.5",
-        "It fits into the 0.001 GB of one a device.",
+        "fits: yes, ",
         "Kernels that move most",
     ):
         assert line in str(report)
     assert "code" not in str(report)  # of which there is none
     fits = lambda memory: str(dataclasses.replace(report, target=dataclasses.replace(FIGURES, memory_bytes=memory)))
-    assert "It does NOT fit into" in fits(10)
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=1.00: JAX uses 75% of them by default." in fits(report.peak_bytes)
+    assert "fits: no, " in fits(10)
+    assert "fits: only with XLA_PYTHON_CLIENT_MEM_FRACTION=1.00, " in fits(report.peak_bytes)
+    large = dataclasses.replace(report, temporary_bytes=61_200_000_000 - report.peak_bytes, target=TARGETS["h100"])
+    assert "fits: yes, 61.2 of 64.42 GB of one H100 80GB HBM3\n" in str(large)
     assert "give a target" in str(dataclasses.replace(report, target=None))
 
 
@@ -260,7 +262,7 @@ def test_a_step_is_traced_for_the_device_of_the_target(monkeypatch):
 
 def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for target, what in {"h100": r"jax\[cuda12\]", "v5e": r"jax\[tpu\]"}.items():
+    for target, what in {"h100": r"jax\[cuda13-local\]", "v5e": r"jax\[tpu\]"}.items():
         with pytest.raises(RuntimeError, match=what):
             step_report(update, W, X, target=target)
 

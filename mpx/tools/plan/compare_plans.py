@@ -27,10 +27,10 @@ class PlanComparison(Result):
     usable_bytes: float | None = None  # what training may use of a device's memory; None if nobody asks what fits
 
     @property
-    def fits(self) -> dict[str, bool]:
-        """Return whether a device can hold each plan; nothing without a memory."""
+    def fits(self) -> dict[str, str]:
+        """Return whether a device can hold each plan, as `MemoryPlan.fits` says; nothing without a memory."""
         limit = self.usable_bytes
-        return {name: p.peak_bytes_a_device <= limit for name, p in self.plans.items() if limit is not None}
+        return {name: p.fits(limit) for name, p in self.plans.items() if limit is not None}
 
     @property
     def largest_models(self) -> dict[str, int]:
@@ -49,18 +49,21 @@ class PlanComparison(Result):
             columns["optimizer"] = in_unit(p.state_bytes_a_device for p in plans)
         columns["held"] = in_unit(p.total_bytes_a_device for p in plans)
         columns["a param"] = [digits(p.bytes_a_parameter) for p in plans]
-        if has_peak := any(p.peak for p in plans):
-            columns["peak"] = in_unit(p.peak_bytes_a_device for p in plans)
+        if has_peak := any(p.step for p in plans):
+            columns["peak"] = in_unit(p.least_peak_bytes_a_device for p in plans)
+            columns["up to"] = in_unit(p.peak_bytes_a_device for p in plans)
         is_sharded = any(p.devices > 1 for p in plans)
         if is_sharded:
             columns["sends"] = [digits(p.gathered_bytes_a_parameter + p.summed_bytes_a_parameter) for p in plans]
         if self.usable_bytes is not None:
-            columns["fits"] = ["yes" if fits else "no" for fits in self.fits.values()]
+            columns["fits"] = [" ".join(fits.split()[:2]) for fits in self.fits.values()]
             columns["largest"] = [f"{digits(count / 1e9)}B" for count in self.largest_models.values()]
         lines = zip(*columns.values(), strict=True)
         yield Table(next(iter(plans)).title(unit), [tuple(columns), *lines], range(1, len(columns)))
+        for answer in sorted({fits for fits in self.fits.values() if " " in fits}):
+            yield f"{', '.join(name for name, fits in self.fits.items() if fits == answer)}: {answer}."
         if has_peak:
-            yield f"Peak: {next(iter(plans)).step}."
+            yield next(iter(plans)).of_which_program()
         if is_sharded:
             yield "Sends: bytes a parameter and step, of weights that are gathered and gradients that devices add up."
 

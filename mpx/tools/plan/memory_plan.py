@@ -7,7 +7,7 @@ for any optimizer and any wrapper.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 import jax
@@ -24,7 +24,8 @@ from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._tables import Result, Table, Unit, digits, shown, unit_for
-from mpx.tools.plan.peak import Kept, peak_of, shapes_of
+from mpx.tools.plan import peak as peaks
+from mpx.tools.plan.peak import CHOICES, Attention, Kept, Logits, Peak
 from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Entry, Kind, PlanRow, entries_of, rows_of, state_entries
 
 _UNSHARDED = "unsharded"  # an axis of one device: a state sharded along it is whole
@@ -37,8 +38,8 @@ class MemoryPlan(Result):
 
     rows: tuple[PlanRow, ...]  # one for each field of the optimizer state, and one for all scalars
     parameters: int  # the number of trained elements
-    peak: Mapping[str, int]  # bytes that a device needs besides, where it needs most; empty for a batch of 0
-    step: str  # whose peak that is
+    step: str  # whose peak is planned; empty for a batch of 0
+    _peaks: tuple[Peak, ...]  # of all programs that this step may be
     devices: int = 1  # of the mesh; 1 without a mesh
     gathered_bytes_a_parameter: float = 0.0  # of new parameters of `zero1`, or of weights, for either pass
     summed_bytes_a_parameter: float = 0.0  # bytes of gradients that devices add up in a step
@@ -69,9 +70,44 @@ class MemoryPlan(Result):
         return self.total_bytes_a_device / self.parameters
 
     @property
+    def peak(self) -> dict[str, tuple[int, int, str]]:
+        """What a device needs besides at the peak of the program that may need most: least and most bytes, and why."""
+        return self._most.needs
+
+    @property
+    def least_peak_bytes_a_device(self) -> int:
+        """Bytes that one device needs at the peak of the program that needs least."""
+        return self.total_bytes_a_device + self._least.least
+
+    @property
     def peak_bytes_a_device(self) -> int:
-        """Bytes that one device needs where the step needs most."""
-        return self.total_bytes_a_device + sum(self.peak.values())
+        """Bytes that one device needs at the peak at most, whatever the program."""
+        return self.total_bytes_a_device + self._most.most
+
+    @property
+    def _least(self) -> Peak:
+        return min(self._peaks, key=lambda peak: peak.least)
+
+    @property
+    def _most(self) -> Peak:
+        return max(reversed(self._peaks), key=lambda peak: peak.most)
+
+    def fits(self, memory_bytes: float) -> str:
+        """Return whether a device with so many bytes can run the step.
+
+        It is `"yes"`, whatever the program, or `"no"`; `"only with ..."`, followed by what a program must have; or
+        `"perhaps"`, where XLA's choices decide.
+        """
+        if self.peak_bytes_a_device <= memory_bytes or self.least_peak_bytes_a_device > memory_bytes:
+            return "yes" if self.peak_bytes_a_device <= memory_bytes else "no"
+        free = memory_bytes - self.total_bytes_a_device
+        fit = {peak.program: peak.most <= free for peak in self._peaks}
+        if len(fit) == 1 or not any(fit.values()):
+            return "perhaps"
+        plainest = min((program for program in fit if fit[program]), key=sum)
+        others = {name: plainest._replace(**{name: not chosen}) for name, chosen in plainest._asdict().items()}
+        needed = [name for name, other in others.items() if not fit.get(other, True)] or list(CHOICES)
+        return f"only with {peaks.listed(CHOICES[name][getattr(plainest, name)] for name in needed)}"
 
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
@@ -79,25 +115,34 @@ class MemoryPlan(Result):
         return sum(row.bytes_a_device for row in self.rows if row.kind == kind)
 
     def largest_model(self, memory_bytes: float) -> int:
-        """Return how many parameters can be trained in this way in the memory of one device.
+        """Return how many parameters can be trained in the memory of one device, by the program that needs least.
 
         All parts grow in proportion, except counts and keys. The answer is 0 if not even one parameter fits.
         """
         fixed = sum(row.bytes_a_device for row in self.rows if row.name in (SCALARS, KEY))
-        return max(0, (int(memory_bytes) - fixed) * self.parameters // (self.peak_bytes_a_device - fixed))
+        return max(0, (int(memory_bytes) - fixed) * self.parameters // (self.least_peak_bytes_a_device - fixed))
 
     def _parts(self) -> Iterator[Table | str]:
         unit = unit_for([self.peak_bytes_a_device])
         parts = [(row.name, row.kind, " ".join(row.dtypes), row.bytes_a_device) for row in self.rows]
-        sums = {"held": self.total_bytes_a_device, **self.peak, "peak": self.peak_bytes_a_device}
-        parts += [(name, "", "", count) for name, count in sums.items() if self.peak or name == "held"]
+        parts.append(("held", "", "", self.total_bytes_a_device))
         lines = [(*names, shown(count, unit), digits(count / self.parameters)) for *names, count in parts]
         yield Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
-        if self.peak:
-            yield f"Peak: {self.step}."
+        if self.step:
+            sums = {"peak, with held": (self.least_peak_bytes_a_device, self.peak_bytes_a_device, "")}
+            needs = (self._most.needs | sums).items()
+            rows = [(term, shown(low, unit), shown(high, unit), why) for term, (low, high, why) in needs]
+            yield Table(f"Besides, with {self._most.program}", [("needs", "from", "to", "why"), *rows], (1, 2))
+            yield self.of_which_program()
         if self.devices > 1:
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
             yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."
+
+    def of_which_program(self) -> str:
+        """Name the program whose peak this is, or those with the least and the most."""
+        least, most = self._least.program, self._most.program
+        ends = f"from {least},\nto {most}" if least != most else f"{most}"
+        return f"The peak is that of {self.step}:\n{ends}."
 
     def title(self, unit: Unit) -> str:
         """Return the title of a table of bytes in some unit."""
@@ -117,6 +162,11 @@ def memory_plan(
     batch: int = 1,
     sequence: int = 4096,
     kept: Kept | None = None,
+    attention: Attention | None = None,
+    logits: Logits | None = None,
+    checkpoint: bool | None = None,
+    scan: bool | None = None,
+    heads: int | None = None,
 ) -> MemoryPlan:
     """Count the bytes that a training run needs, from shapes alone: nothing is allocated, however large the model is.
 
@@ -124,8 +174,9 @@ def memory_plan(
     narrower of its parameter's dtype and the policy's compute dtype, or on several devices the dtype of their sum. An
     array that stands in the tree twice counts twice, since `jax.jit` returns two.
 
-    The peak is that of a transformer whose layers run in a `scan`, each in a checkpoint: within 10% of the programs of
-    `examples/llama.py`. For another model give `batch=0`, and read the rest off its program: `step_report`.
+    The peak is that of a transformer with these weights, by formulas: from the program that needs least to the one that
+    needs most, of those that `attention`, `logits`, `checkpoint` and `scan` leave open. For a model of another kind
+    read it off its program: `step_report`.
 
     Args:
         model: a function without arguments that makes the parameters, which is traced and not run; or a tree of them,
@@ -143,6 +194,11 @@ def memory_plan(
         batch: sequences of a device; 0 for what is held alone.
         sequence: tokens of a sequence.
         kept: as in `mpx.checkpoint`, `"bf16"` or `"8bit"`; None for `jax.checkpoint`.
+        attention: `"xla"` if scores are arrays, `"kernel"` if attention is one, such as cuDNN's. None: either.
+        logits: `"whole"`, or in `"parts"` whose logits are computed again in the backward pass. None: either.
+        checkpoint: whether a layer keeps its input alone, by a checkpoint around it. None: either.
+        scan: whether layers run in a `scan`; else they are unrolled. None: either.
+        heads: of queries. None: as shapes tell, or of 64 to 128 numbers each.
 
     Returns:
         A `MemoryPlan`.
@@ -150,7 +206,7 @@ def memory_plan(
     Raises:
         TypeError: if `tx`, `policy` or `mesh` has another type.
         ValueError: if there are no floating-point parameters, a dtype is not floating-point, the mesh has no such axis,
-            `param_specs` do not divide a parameter, or `kept` is something else.
+            `param_specs` do not divide a parameter, or `kept`, `attention` or `logits` is something else.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(1e-3), "bf16", storage="split")
@@ -165,8 +221,10 @@ def memory_plan(
         counts and scalars  other state    int32     0.000    0.000
         held                                         14.68    14.00
         >>> plan = memory_plan(8_000_000_000, tx, "bf16")
-        >>> f"{plan.peak_bytes_a_device / 1e9:.1f} GB, for {plan.step}"
-        '119.3 GB, for 1 x 4,096 tokens a device, 32 layers of width 4,096 in a scan, each in jax.checkpoint'
+        >>> plan.step
+        'a transformer of 32 layers of width 4,096 on 1 x 4,096 tokens a device, gradients in bfloat16'
+        >>> f"{plan.least_peak_bytes_a_device / 1e9:.1f} to {plan.peak_bytes_a_device / 1e9:.1f} GB"
+        '103.3 to 251.3 GB'
     """
     tx = _errors.as_transformation(tx, "memory_plan")
     on, along, specs = _layout(mesh, axis, param_specs)
@@ -200,14 +258,23 @@ def memory_plan(
         *state_entries(state, shardings),
     ]
     sent = _sent(weights, entries_of("gradients", narrow, whole), policy, along)
-    leaves, rows = jax.tree.leaves(narrow), rows_of(entries)
-    shapes = shapes_of(count) if _errors.is_integer(model) else [p.shape for p in leaves]
-    itemsize = max(leaves, key=lambda p: math.prod(p.shape)).dtype.itemsize
-    is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
-    held = sum(row.bytes_a_device for row in rows)
-    given = (shapes, held, batch, sequence, kept, itemsize, summed.itemsize, is_gathered)
-    peak, step = peak_of(*given) if batch else ({}, "")
-    return MemoryPlan(rows, count, peak, step, on.size, *(n / count for n in sent))
+    rows, needed, step = rows_of(entries), (Peak(peaks.Program(True, True, True, True), 0, 0, {}),), ""
+    if batch:
+        shapes = peaks.shapes_of(count) if _errors.is_integer(model) else [p.shape for _, _, p, _ in weights]
+        is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
+        sizes, devices = peaks.sizes_of(shapes, heads), on.size if is_gathered else 1
+        dtypes = {row.kind: row.dtypes for row in rows}
+        # XLA may write what is stored in blocks, or in 24 bits, in float32 first.
+        rounded = 8 if "uint8" in dtypes.get("low bits", ()) else 4 * ("scales of blocks" in dtypes)
+        largest = max(jax.tree.leaves(narrow), key=lambda p: math.prod(p.shape))
+        update = rounded * max(map(math.prod, shapes)) // devices
+        gradient = sum(row.bytes_a_device for row in rows if row.kind == "gradients") / count
+        run = (batch * sequence, sequence, kept, largest.dtype.itemsize, summed.itemsize, gradient, devices, update)
+        written = peaks.programs(attention, logits, checkpoint, scan, kept)
+        needed = tuple(peaks.peak_of(program, sizes, peaks.Run(*run)) for program in written)
+        tokens = f"{batch:,} x {sequence:,} tokens a device, gradients in {', '.join(dtypes['gradients'])}"
+        step = f"a transformer of {sizes.layers:,} layers of width {sizes.width:,} on {tokens}"
+    return MemoryPlan(rows, count, step, needed, on.size, *(n / count for n in sent))
 
 
 def _layout(mesh: Any, axis: str | None, param_specs: Any) -> tuple[Mesh | AbstractMesh, str, Any]:

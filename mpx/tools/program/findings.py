@@ -311,7 +311,7 @@ def gathered_weights_that_are_kept(step: CompiledStep, memory: Memory) -> Iterat
 
 def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
     """Yield the three largest groups of arrays, of one line and dtype, at the peak of a program that does not fit."""
-    if step.target is None or step.peak_bytes <= step.target.memory_bytes:
+    if step.target is None or step.peak_bytes <= step.target.usable_bytes:
         return
     shards, gathered = step.weights("shard"), _gathered_weights(step, memory)
     groups: dict[tuple[str, str, str], list[Array]] = {}
@@ -328,6 +328,10 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
             (is_weight and phase == "backward", 'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.'),
             (is_weight and phase == "update", "`mpx.fused_update` needs none, but for a sum over microbatches."),
             (
+                x.shape.dims[2:] and len({*x.shape.dims[-2:]}) == 1 and tuple(sorted(x.shape.dims)) not in shards,
+                'If it is scores, a kernel needs none: `jax.nn.dot_product_attention(..., implementation="cudnn")`.',
+            ),
+            (
                 is_wide and phase == "forward",
                 'Keep activations in fewer bits: `mpx.checkpoint(..., kept="bf16", argnums=...)`.',
             ),
@@ -337,7 +341,8 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
         groups.setdefault((x.shape.dtype, writer.source, remedy), []).append(x)
     bytes_of = lambda arrays: sum(x.shape.bytes for x in arrays)
     of, target = lambda n: f"{n / 1e9:.4g} GB", step.target
-    sizes = f"The peak of {of(step.peak_bytes)} is above the {of(target.memory_bytes)} of one {target.name}"
+    limit = f"{of(target.usable_bytes)} that JAX takes of one {target.name}"
+    sizes = f"The peak of {of(step.peak_bytes)} is above the {limit}"
     for (_, source, remedy), arrays in sorted(groups.items(), key=lambda group: -bytes_of(group[1]))[:3]:
         largest = max(arrays, key=lambda x: x.shape.bytes)
         what = f"{len(arrays)}{' x' if len({x.shape.dims for x in arrays}) == 1 else ' arrays up to'} {largest.shape}"

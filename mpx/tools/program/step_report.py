@@ -19,6 +19,11 @@ from mpx.tools.program.kernels import Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
 _MOST_ROWS = 12  # of kernels that are printed
+_FAILURES = {  # parts of what XLA says, and what is known to help
+    "Couldn't find output tile sizes": "Its Triton compiler finds no tiles for such a product, in plain bfloat16 too. "
+    "Leave products to cuBLAS: `jax.jit(step, compiler_options={'xla_gpu_enable_triton_gemm': False})`, or for all "
+    "programs XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Sequences of a multiple of 64 tokens may do, too."
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,13 +154,15 @@ def _most(
 
 
 def _how_it_fits(peak: int, target: Target) -> str:
-    size = f"the {target.memory_bytes / 1e9:.4g} GB of one {target.name}"
-    if peak > target.memory_bytes:
-        return f"It does NOT fit into {size}."
+    limit = target.usable_bytes if peak <= target.usable_bytes else target.memory_bytes
+    size = f"{peak / 1e9:.4g} of {limit / 1e9:.4g} GB of one {target.name}"
     if peak <= target.usable_bytes:
-        return f"It fits into {size}."
+        return f"fits: yes, {size}"
+    largest = "The findings name what is largest, by lines."
+    if peak > target.memory_bytes:
+        return f"fits: no, {size}. {largest}"
     share = math.ceil(100 * peak / target.memory_bytes) / 100
-    return f"It fits into {size} with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}: JAX uses 75% of them by default."
+    return f"fits: only with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}, {size}: JAX takes 75% by default. {largest}"
 
 
 def _line_of(finding: Finding) -> str:
@@ -187,8 +194,8 @@ def step_report(
             on a mesh of `mpx.tools.program.target_devices`; without any, the step runs on one device. Unless the step
             comes from `jax.jit`, an argument may hold other things, such as Python numbers or an Equinox model's
             functions.
-        target: what to compile for: None for this machine; `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"` with
-            `jax[cuda12]` or `jax[cuda13]` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. The device need
+        target: what to compile for: None for this machine; `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"` with the
+            extra `compiler`, `cuda12` or `cuda13` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. It need
             not be there.
         donate_argnums: as for `jax.jit`, for a step that it has not returned. Donate parameters and state, as a
             training loop does: else old and new ones are held at the same time, and a finding says so.
@@ -196,7 +203,7 @@ def step_report(
     Raises:
         ValueError: if the target is not known, no argument holds an array to compile for it, or `donate_argnums` is
             given for a function of `jax.jit`.
-        RuntimeError: if the compiler for the target is not installed.
+        RuntimeError: if the compiler for the target is not installed; or XLA fails, with what is known to help.
 
     Example:
         >>> step = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
@@ -223,7 +230,13 @@ def step_report(
             "compiled for a device that is not here. Leave the call out."
         ) from error
     start = time.perf_counter()
-    compiled = lowered.compile(options)
+    try:
+        compiled = lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        said, helps = str(error), [text for part, text in _FAILURES.items() if part in str(error)]
+        if not helps:
+            raise
+        raise RuntimeError(f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {helps[0]}") from error
     seconds = time.perf_counter() - start
     # What another library's jit donates (`equinox.filter_jit`) is not known from outside.
     is_known = isinstance(step, jax.stages.Wrapped) or not hasattr(step, "lower") or donate_argnums != ()
