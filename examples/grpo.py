@@ -51,14 +51,15 @@ def norm(x: jax.Array) -> jax.Array:
 def logits_and_cache(params: Any, tokens: jax.Array, cache: Any, at: Any) -> tuple[jax.Array, Any]:
     """Return the logits behind tokens (B, T) that start at a place, and the cache with their keys and values."""
     places = at + jnp.arange(tokens.shape[1])
-    x, new_cache = params["tokens"][tokens] + params["places"][places], []
+    x, new_cache = params["tokens"][tokens] + params["places"][places][None], []
+    is_seen = (jnp.arange(LENGTH)[None] <= places[:, None])[None, None]
     for w, kept in zip(params["layers"], cache, strict=True):
         heads = lambda name, w=w, x=x: (norm(x) @ w[name]).reshape(*x.shape[:2], HEADS, -1)
         write = lambda old, new: lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 1)
         keys, values = write(kept[0], heads("key")), write(kept[1], heads("value"))
         new_cache.append((keys, values))
         scores = jnp.einsum("bqhd,bkhd->bhqk", heads("query"), keys.astype(x.dtype)) / (WIDTH / HEADS) ** 0.5
-        weights = jax.nn.softmax(jnp.where(jnp.arange(LENGTH) <= places[:, None], scores, -1e9))
+        weights = jax.nn.softmax(jnp.where(is_seen, scores, -1e9))
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, values.astype(x.dtype)).reshape(x.shape)
         x = x + mixed @ w["out"]
         x = x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"]
@@ -109,7 +110,7 @@ def make_step(recipe: str, learning_rate: float = 2e-3) -> tuple[Any, Any]:
         params = policy.cast_to_param(init_params(key))
         return params, tx.init(params)
 
-    @jax.jit
+    @jax.jit(donate_argnums=(0, 1))
     def step(params, opt_state, key):
         for_prompts, for_answers = jax.random.split(key)
         asked = jnp.repeat(jax.random.randint(for_prompts, (PROMPTS, ASKED), 0, DIGITS), GROUP, axis=0)

@@ -5,7 +5,8 @@ integer bits of the numbers. There are two reasons:
 
 - A compiler may widen what a program narrows (`xla_allow_excess_precision`, on by default). XLA for an H200 turns
   `f32 -> bf16 -> f32` inside one program into nothing, in elementwise code too (seen with jax 0.10.2 and 0.12.0), and
-  a Kahan compensation into float32's own rounding error. XLA for a TPU v5e kept it (jax 0.10.2). No compiler can do
+  a Kahan compensation into float32's own rounding error. XLA for a CPU does so around products and in front of sums
+  (jax 0.10 and 0.11). XLA for a TPU v5e kept it (jax 0.10.2). No compiler can do
   that to integer operations.
 - CPU arithmetic flushes float32 subnormals to zero, and `jax.lax.reduce_precision` flushes float16 subnormals. Integer
   operations see every bit.

@@ -266,6 +266,28 @@ def test_a_row_times_a_weight_is_narrowed_if_the_weight_is_stored_in_16_bits(nam
     assert contractions(mpx.autocast(fun, BF16), w, x) == [all_in(F32)]
 
 
+def read_by_a_token(query, cache):
+    """Write a token's keys, and multiply its query with all: one row a head."""
+    cache = lax.dynamic_update_slice_in_dim(cache, jnp.tanh(query).astype(cache.dtype), 0, 1)
+    return jnp.einsum("bqhd,bkhd->bhqk", jnp.sin(query), cache.astype(query.dtype))
+
+
+CACHES = {
+    "an argument": lambda query, cache: mpx.autocast(read_by_a_token, BF16)(query, cache),
+    "made inside": lambda query, cache: mpx.autocast(lambda query: read_by_a_token(query, cache), BF16)(query),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_token_reads_a_cache_of_16_bits_as_whole_sequences_do(name):
+    """So a sampler has the trainer's scores. Negative controls: a cache in float32, and one row without heads."""
+    query, cache = normal(0, 2, 1, 4, 8), jnp.zeros((2, 9, 4, 8))
+    assert contractions(CACHES[name], query, cache.astype(BF16)) == [all_in(BF16)]
+    assert contractions(CACHES[name], query, cache) == [all_in(F32)]
+    alone = lambda x: x[0, 0, 0] @ jnp.sin(x[:, 0].reshape(8, 8)).astype(BF16).astype(F32)
+    assert contractions(mpx.autocast(alone, BF16), query) == [all_in(F32)]
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_for_which_float32_would_cost_bytes_is_narrowed(name):
     """Its weight is an argument. Negative control: the same with a computed one is kept."""

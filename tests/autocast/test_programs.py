@@ -142,6 +142,20 @@ def test_types_are_those_of_the_plain_program_also_weak_ones_and_those_with_shar
         assert types_of(jax.eval_shape(transform(mpx.autocast(program, BF16)), *args)) == plain
 
 
+@pytest.mark.parametrize("spec", [SPLIT, WHOLE], ids=["divided", "whole"])
+def test_a_function_on_automatic_axes_inside_of_explicit_ones_is_narrowed(spec):
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu"))
+    w, x = arguments()
+    with jax.set_mesh(mesh):
+        w = jax.device_put(w, NamedSharding(mesh, spec))
+        loss = jax.sharding.auto_axes(lambda w, x: jnp.mean((x @ w) ** 2), out_sharding=WHOLE)
+        found, expected = (jax.jit(jax.value_and_grad(fun))(w, x) for fun in (mpx.autocast(loss, BF16), loss))
+        assert contractions(mpx.autocast(loss, BF16), w, x) == [all_in(BF16)]
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.sharding == b.sharding
+        np.testing.assert_allclose(a, b, rtol=0.05, atol=0.02)
+
+
 # ---- one autocast inside of another ---------------------------------------------------------------------------------
 
 
