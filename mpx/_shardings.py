@@ -10,14 +10,19 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
-def are_several_in_sight() -> bool:
-    """Return whether a program that is traced here may run on more than one device.
+def devices_in_sight() -> int:
+    """Return on how many devices a program that is traced here may run.
 
     Under `jax.set_mesh` and inside `jax.shard_map` the mesh tells. Without one a trace does not see how its arguments
     are sharded, so all devices count.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return (jax.device_count() if mesh.empty else mesh.size) > 1
+    return jax.device_count() if mesh.empty else mesh.size
+
+
+def are_several_in_sight() -> bool:
+    """Return whether a program that is traced here may run on more than one device."""
+    return devices_in_sight() > 1
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:
