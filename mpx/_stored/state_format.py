@@ -158,11 +158,9 @@ def _boxed(part: jax.Array, box: Any, array: jax.Array) -> Any:
     if part.shape == array.shape or not _trees.is_box(boxed):
         return boxed
     fitting = {key: _fitting(names, part.shape, array) for key, names in _names_of_axes(boxed).items()}
-    if not hasattr(boxed, "get_metadata"):  # of Linen; a user's own box without names fits its array only
-        return boxed.replace(**fitting) if fitting else part
-    for key, names in fitting.items():
-        boxed.set_metadata(key, names)
-    return boxed
+    if fitting:
+        return boxed.replace(**fitting)
+    return boxed if hasattr(boxed, "get_metadata") else part  # a user's own box without names fits its array only
 
 
 def _names_of_axes(box: Any) -> dict[str, Any]:
