@@ -364,9 +364,10 @@ class Model(nnx.Module):
 IN_FEW_BITS = [name for name, recipe in ALL_RECIPES.items() if recipe.moments in ("8bit", "4bit")]
 
 
-def trained_by_nnx(recipe, names, kind=nnx.Optimizer, steps=2):
+def trained_by_nnx(recipe, names, kind=nnx.Optimizer, steps=2, cast_first=True):
     policy, model = policy_of(recipe), Model(names, nnx.Rngs(0))
-    nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
+    if cast_first:
+        nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
     trainer = kind(model, optimizer(recipe), wrt=nnx.Param)
     loss_fn = mpx.autocast(lambda model, x: jnp.mean(model(x) ** 2), policy)
 
@@ -388,6 +389,37 @@ def test_an_optimizer_of_nnx_trains_a_model_with_names_as_one_without(recipe, ki
     with jax.set_mesh(mesh_of(1)):
         boxed, named = trained_by_nnx(recipe, True, kind)
     assert_same_bits((boxed, nnx.as_pure(named)), (plain, nnx.as_pure(state)))
+
+
+@pytest.mark.filterwarnings("ignore:`autocast`. no matrix product")
+@pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
+@pytest.mark.parametrize("recipe", cases(ALL_RECIPES, ["bf16-split24-4bit", "f32"]))
+def test_an_optimizer_of_nnx_casts_a_model_that_a_trainer_made_in_float32(recipe, kind):
+    cast, (params, state) = trained_by_nnx(recipe, False, kind), trained_by_nnx(recipe, False, kind, cast_first=False)
+    assert_same_bits((params, nnx.as_pure(state)), (cast[0], nnx.as_pure(cast[1])))
+
+
+def test_a_model_that_is_made_inside_of_jit_is_cast_there_where_it_is_placed():
+    """As MaxText does: the state is made on the shardings that its names say, without a mesh."""
+    mesh = mesh_of(8)
+
+    def make():
+        with nnx.use_eager_sharding(False):
+            model = Model(True, nnx.Rngs(0))
+            trainer = nnx.Optimizer(model, optimizer("bf16-split-8bit"), wrt=nnx.Param)
+        return nnx.state(model, nnx.Param), trainer.opt_state
+
+    model, trainer = jax.jit(make, out_shardings=nnx.get_named_sharding(jax.eval_shape(make), mesh))()
+    assert (model["up"]["kernel"].dtype, model["norm"]["scale"].dtype) == (jnp.bfloat16, jnp.float32)
+    codes = trainer.inner_state.inner_state[0].nu["down"]["kernel"].codes
+    assert codes.sharding.shard_shape(codes.shape) == (128, 16)
+
+
+def test_copies_of_variables_are_not_the_models_which_update_says():
+    model, tx = Model(False, nnx.Rngs(0)), optimizer("bf16-split")
+    state = jax.jit(tx.init)(nnx.state(model, nnx.Param))
+    with pytest.raises(ValueError, match="`master_weights`: the state was made for other parameters"):
+        tx.update(nnx.state(model, nnx.Param), state, nnx.state(model, nnx.Param))
 
 
 @pytest.mark.parametrize("recipe", cases(IN_FEW_BITS, ["bf16-split24-4bit"]))
