@@ -101,9 +101,9 @@ def mixed_precision(
         TypeError: if `inner` is not a transformation.
         ValueError: if there is no such recipe or policy; if a recipe needs a key and there is none; if `storage`,
             `key`, `loss_scale` or `axis_name` is given and would do nothing, or `updates_in_param_dtype` without full
-            masters; at `init`, if the policy stores parameters below float32 and all given ones are float32 or wider,
-            and no variables of NNX, if this stands inside a wrapper that hides them, such as `low_precision_state`, or if a recipe keeps moments
-            in fewer bits and the rule has no moments.
+            masters; at `init`, if the policy stores parameters below float32 and all given ones are float32 or wider
+            (and not of NNX), if this stands inside a wrapper that hides them, such as `low_precision_state`, or if a
+            recipe keeps moments in fewer bits and the rule has no moments.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(3e-4), "bf16-split24-8bit", key=jax.random.key(0))

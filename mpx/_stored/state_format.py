@@ -195,7 +195,7 @@ def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, 
         return is_divisible or (part[i] == array.shape[i] and len(part) == array.ndim)
 
     # Blocks that cross the ends of rows lie in one row of their own, divided as the first axis is.
-    return tuple(name if fits(i) else None for i, name in enumerate(names[: len(part)]))
+    return tuple(name if fits(i) else None for i, name in enumerate(tuple(names)[: len(part)]))
 
 
 _NO_DERIVATIVE = (
