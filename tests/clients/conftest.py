@@ -14,6 +14,7 @@ def pytest_configure(config):
     """Make errors of all warnings but these."""
     for kind in ("DeprecationWarning", "FutureWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::{kind}")
+    config.addinivalue_line("filterwarnings", "ignore:. is not of type float64")  # of GPJax
 
 
 @pytest.fixture(autouse=True)

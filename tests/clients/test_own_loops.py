@@ -11,6 +11,7 @@ import diffrax
 import distrax
 import e3nn_jax as e3nn
 import equinox as eqx
+import fedjax
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,19 @@ def haiku(way):
     net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 32, 1], activation=jax.nn.tanh)(x)))
     loss = lambda params, x, y: ((net.apply(params, x) - y) ** 2).mean()
     return loop(way, way.autocast(loss), net.init(KEY, X), X, Y)
+
+
+def fedjax_optimizer(way):
+    """The optimizer of a server or a client, which adds updates itself."""
+    optimizer = fedjax.optimizers.create_optimizer_from_optax(way.tx)
+    start = params = way.cast({"w": jax.random.normal(KEY, (8, 32)) / 3, "v": jax.random.normal(KEY, (32, 1)) / 6})
+    loss = way.autocast(lambda params, x, y: ((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2).mean())
+    opt_state, losses = optimizer.init(params), []
+    for _ in range(judge.STEPS):
+        value, grads = jax.jit(way.grad_of(loss, opt_state))(params, X, Y)
+        opt_state, params = optimizer.apply(grads, opt_state, params)
+        losses.append(value)
+    return judge.Run(start, params, opt_state, losses, (loss, params, X, Y))
 
 
 def haiku_with_state(way):
@@ -243,6 +257,7 @@ def equinox_apply_updates(way):
 LIBRARIES = {
     haiku: 2.0**-4, haiku_with_state: 2.0**-4, jraph_network: 2.0**-4, e3nn_forces: 2.0**-6, distrax_flow: 2.0**-5,
     diffrax_neural_ode: 2.0**-3, keras_stateless: 2.0**-4, flax_train_state: 2.0**-4, flax_nnx_optimizer: 2.0**-4,
+    fedjax_optimizer: 2.0**-4,
 }  # fmt: skip
 
 
