@@ -24,6 +24,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import mpx
+from tests.autocast.helpers import contractions
 from tests.clients import judge
 
 KEY = jax.random.key(0)
@@ -157,10 +158,10 @@ def field(params, y):
     return eqx.combine(params, STATIC)(y)
 
 
-def solved(field, params, x):
+def solved(field, params, x, **options):
     """Return the solution of an ODE at time 1, as in Diffrax's example of a neural ODE."""
     term, controller = diffrax.ODETerm(lambda t, y, params: field(params, y)), diffrax.PIDController(1e-3, 1e-5)
-    options = {"stepsize_controller": controller, "saveat": diffrax.SaveAt(t1=True)}
+    options |= {"stepsize_controller": controller, "saveat": diffrax.SaveAt(t1=True)}
     solve = lambda x: diffrax.diffeqsolve(term, diffrax.Heun(), 0.0, 1.0, 0.1, x, params, **options).ys[0]
     return jax.vmap(solve)(x)
 
@@ -278,9 +279,21 @@ def test_a_loop_that_adds_updates_without_a_cast_is_told_of_narrow_ones():
         equinox_apply_updates(judge.under("bf16-split", 2.0**-4))
 
 
-def test_autocast_around_a_solver_alone_warns_that_it_narrows_nothing():
+@pytest.mark.parametrize("adjoint", [diffrax.RecursiveCheckpointAdjoint(), diffrax.BacksolveAdjoint()])
+def test_autocast_around_a_solver_alone_warns_that_it_narrows_nothing(adjoint):
     with pytest.warns(UserWarning, match="custom derivative.*around the vector field"):
-        jax.eval_shape(mpx.autocast(functools.partial(solved, field), "bf16"), FIELD, X)
+        jax.eval_shape(mpx.autocast(functools.partial(solved, field, adjoint=adjoint), "bf16"), FIELD, X)
+
+
+def test_autocast_sees_the_inside_of_a_solver_whose_steps_jax_differentiates():
+    """`DirectAdjoint` has no derivative of its own."""
+    solve = functools.partial(solved, field, adjoint=diffrax.DirectAdjoint(), max_steps=256)
+    loss = lambda params, x: (solve(params, x) ** 2).mean()
+    cast, params = mpx.autocast(loss, "bf16"), mpx.cast(FIELD, "bf16")
+    assert jnp.bfloat16 in [c.lhs for c in contractions(cast, params, X)]
+    exact, grads = eqx.filter_grad(loss)(mpx.cast(params, "f32"), X), mpx.grad(cast)(params, X)
+    for ours, theirs in zip(*map(jax.tree.leaves, (grads, exact)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.02 * jnp.abs(theirs).max())
 
 
 def test_autocast_of_a_field_alone_warns_that_the_solver_adds_up_gradients_in_bfloat16():
