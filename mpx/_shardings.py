@@ -10,19 +10,21 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
-def devices_in_sight() -> int:
-    """Return on how many devices a program that is traced here may run.
+def are_several_in_sight() -> bool:
+    """Return whether a program that is traced here may run on more than one device.
 
     Under `jax.set_mesh` and inside `jax.shard_map` the mesh tells. Without one a trace does not see how its arguments
     are sharded, so all devices count.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.device_count() if mesh.empty else mesh.size
+    return (jax.device_count() if mesh.empty else mesh.size) > 1
 
 
-def are_several_in_sight() -> bool:
-    """Return whether a program that is traced here may run on more than one device."""
-    return devices_in_sight() > 1
+def dividing_devices() -> int:
+    """Return over how many devices XLA may divide an array here: inside of `jax.shard_map` those of other axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = [size for name, size in mesh.shape.items() if name not in mesh.manual_axes]
+    return jax.device_count() if mesh.empty else math.prod(sizes)
 
 
 def explicit_sharding(x: Any) -> NamedSharding | None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from mpx._shardings import are_several_in_sight, devices_in_sight
+from mpx._shardings import are_several_in_sight, dividing_devices
 from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
@@ -127,6 +127,6 @@ def _in_tiles(shape: tuple[int, ...], block_size: int) -> tuple[int, ...] | None
     if len(shape) == 1:
         return (-1, _SUBLANES, _LANES) if shape[0] % max(block_size, _SUBLANES * _LANES) == 0 else None
     *leading, rows, columns = shape
-    if rows % (_SUBLANES * devices_in_sight()) or columns % block_size:
+    if rows % (_SUBLANES * dividing_devices()) or columns % block_size:
         return None
     return (*leading, rows // _SUBLANES, _SUBLANES, columns // _LANES, _LANES)

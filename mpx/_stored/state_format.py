@@ -16,7 +16,7 @@ from jax import export
 
 from mpx import _trees, formats
 from mpx._errors import not_differentiable
-from mpx._shardings import devices_in_sight, explicit_sharding, in_auto, names_at, part_sharding
+from mpx._shardings import dividing_devices, explicit_sharding, in_auto, names_at, part_sharding
 from mpx._stored.roles import Role
 
 
@@ -185,7 +185,7 @@ def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, 
     """Return the names of the axes that codes or scales have in common with their array."""
     if not isinstance(names, Iterable) or len(part) not in (1, array.ndim):
         return ()
-    sharding, devices = explicit_sharding(array), devices_in_sight()
+    sharding, devices = explicit_sharding(array), dividing_devices()
 
     def fits(i):
         if sharding is not None:

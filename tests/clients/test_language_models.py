@@ -18,6 +18,7 @@ from tunix.models.llama3.model import Llama3, ModelConfig
 from tunix.sft import peft_trainer
 
 import mpx
+from tests.helpers import assert_same_bits
 
 STEPS = 20
 # Bytes a parameter of parameters and AdamW's state. Scales of blocks take 0.03 in 8 bits, more where rows are short.
@@ -39,28 +40,29 @@ def loss_of(loss_fn, recipe):
     return mpx.autocast(loss_fn, recipe, loss_scale=mpx.StaticLossScale(2.0**12) if recipe == "f16-scaled" else None)
 
 
-def maxtext(recipe, folder, dtype="float32"):
+TINY = {
+    "run_name": "tiny", "hardware": "cpu", "skip_jax_distributed_system": True, "dataset_type": "synthetic",
+    "enable_checkpointing": False, "attention": "dot_product", "base_emb_dim": 512, "base_num_query_heads": 4,
+    "base_num_kv_heads": 2, "head_dim": 64, "base_mlp_dim": 256, "base_num_decoder_layers": 2, "vocab_size": 256,
+    "max_target_length": 32, "per_device_batch_size": 1, "learning_rate": 2e-4, "learning_rate_schedule_steps": STEPS,
+}  # fmt: skip
+
+
+def maxtext(recipe, folder, *, dtype="float32", steps=STEPS, **settings):
     """Return parameters, the optimizer's state and losses of `train_loop`.
 
     A recipe takes a line at the end of `get_optimizer`. With `dtype=float32` a second one lets autocast narrow the
     loss; else MaxText casts to `dtype` itself.
     """
     metrics = folder / "metrics.json"
-    settings = (
-        f"run_name=tiny base_output_directory={folder} metrics_file={metrics} enable_checkpointing=False steps={STEPS} "
-        "learning_rate=2e-4 base_emb_dim=512 base_num_query_heads=4 base_num_kv_heads=2 head_dim=64 base_mlp_dim=256 "
-        f"base_num_decoder_layers=2 vocab_size=256 max_target_length=32 per_device_batch_size=1 dtype={dtype} "
-        "attention=dot_product dataset_type=synthetic hardware=cpu skip_jax_distributed_system=True"
-    )
-    config = pyconfig.initialize(
-        ["train", str(pathlib.Path(pyconfig.__file__).with_name("base.yml")), *settings.split()]
-    )
+    folders = {"base_output_directory": folder, "metrics_file": metrics}
+    settings = TINY | folders | {"dtype": dtype, "steps": steps} | settings
+    base = str(pathlib.Path(pyconfig.__file__).with_name("base.yml"))
+    config = pyconfig.initialize(["train", base, *(f"{name}={value}" for name, value in settings.items())])
     get_optimizer, loss_fn = optimizers.get_optimizer, train.loss_fn
     with pytest.MonkeyPatch.context() as patch:
         if recipe is not None:
-            patch.setattr(
-                optimizers, "get_optimizer", lambda *args, **kwargs: tx_of(get_optimizer(*args, **kwargs), recipe)
-            )
+            patch.setattr(optimizers, "get_optimizer", lambda *args, **kw: tx_of(get_optimizer(*args, **kw), recipe))
         if recipe is not None and dtype == "float32":
             patch.setattr(train, "loss_fn", loss_of(loss_fn, recipe))
         state = train.train_loop(config, None)
@@ -129,6 +131,15 @@ def test_maxtext_needs_one_line_where_it_casts_itself(tmp_path):
     params, _, losses = maxtext("bf16-split-8bit", tmp_path, dtype="bfloat16")
     require_near(losses, losses_in_float32(maxtext))
     assert params["decoder"]["logits_dense"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_a_run_of_maxtext_goes_on_from_its_own_checkpoint_to_the_bit(tmp_path):
+    kept = {"enable_checkpointing": True, "async_checkpointing": False, "save_checkpoint_on_completion": True}
+    for folder in ("cut", "whole"):
+        (tmp_path / folder).mkdir()
+    maxtext("bf16-split24-4bit", tmp_path / "cut", steps=2, **kept)
+    params, state, _ = maxtext("bf16-split24-4bit", tmp_path / "cut", steps=4, **kept)
+    assert_same_bits((params, state), maxtext("bf16-split24-4bit", tmp_path / "whole", steps=4)[:2])
 
 
 def test_a_scale_of_the_optimizer_beside_that_of_autocast_divides_gradients_twice(tmp_path):
