@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
 import mpx
@@ -65,6 +66,24 @@ def fedjax_optimizer(way):
     for _ in range(judge.STEPS):
         value, grads = jax.jit(way.grad_of(loss, opt_state))(params, X, Y)
         opt_state, params = optimizer.apply(grads, opt_state, params)
+        losses.append(value)
+    return judge.Run(start, params, opt_state, losses, (loss, params, X, Y))
+
+
+def flax_dynamic_scale(way):
+    """Flax's own loss scale, which differentiates; nothing else scales then."""
+    start = params = way.cast({"w": jax.random.normal(KEY, (8, 32)) / 3, "v": jax.random.normal(KEY, (32, 1)) / 6})
+    loss = way.autocast(lambda params, x, y: ((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2).mean())
+    scale, opt_state, losses = DynamicScale(scale=jnp.float32(2.0**10)), way.tx.init(params), []
+
+    @jax.jit
+    def step(scale, params, opt_state):
+        scale, _, value, grads = scale.value_and_grad(loss)(params, X, Y)
+        updates, opt_state = way.tx.update(grads, opt_state, params)
+        return scale, optax.apply_updates(params, updates), opt_state, value
+
+    for _ in range(judge.STEPS):
+        scale, params, opt_state, value = step(scale, params, opt_state)
         losses.append(value)
     return judge.Run(start, params, opt_state, losses, (loss, params, X, Y))
 
@@ -266,6 +285,10 @@ LIBRARIES = {
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
 def test_a_loop_of_ones_own_trains_as_in_float32_with_the_masters_of_float32(library, compute):
     judge.judge(library, f"params={compute},compute={compute},output=f32", LIBRARIES[library])
+
+
+def test_flaxs_dynamic_scale_trains_where_autocast_and_the_optimizer_leave_scaling_to_it():
+    judge.judge(flax_dynamic_scale, "f16-scaled", 2.0**-4, scale_inside=mpx.NoOpLossScale())
 
 
 @pytest.mark.parametrize("compute", ["bf16", "f16"])
