@@ -32,10 +32,16 @@ def trained(tx, params, put=jnp.asarray):
     return params, state
 
 
-def by_rows():
-    """Return a function that divides an array over eight devices."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    return lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))
+@pytest.fixture(autouse=True)
+def mesh():
+    """Set a mesh of eight devices in place of that which NetKet sets when another file imports it."""
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
+        yield
+
+
+def by_rows(x):
+    """Divide an array over eight devices."""
+    return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), P("data")))
 
 
 def numbers(tree):
@@ -43,7 +49,7 @@ def numbers(tree):
 
 
 def test_aura_with_muon_trains_on_eight_devices_as_on_one():
-    one, eight = trained(muon_aura(1e-2), PARAMS), trained(mpx.whole_matrices(muon_aura(1e-2)), PARAMS, by_rows())
+    one, eight = trained(muon_aura(1e-2), PARAMS), trained(mpx.whole_matrices(muon_aura(1e-2)), PARAMS, by_rows)
     np.testing.assert_allclose(numbers(eight[0]), numbers(one[0]), rtol=0, atol=2e-6)
     np.testing.assert_allclose(numbers(eight[1]), numbers(one[1]), rtol=0, atol=5e-5)
     assert all(not x.sharding.is_fully_replicated for x in jax.tree.leaves(eight[0]))
@@ -54,11 +60,11 @@ def test_aura_with_muon_trains_on_eight_devices_as_on_one():
 def test_psgd_multiplies_several_leaves_in_one_operation_which_is_refused():
     tx = mpx.whole_matrices(psgdax.kron(1e-2))
     with pytest.raises(ValueError, match=r"products of several leaves in one operation.*: one, other, square"):
-        trained(tx, PARAMS, by_rows())
+        trained(tx, PARAMS, by_rows)
 
 
 def test_psgd_of_one_leaf_trains_on_eight_devices_as_on_one():
     params = {"one": PARAMS["one"]}
     one = trained(psgdax.kron(1e-2), params)
-    eight = trained(mpx.whole_matrices(psgdax.kron(1e-2)), params, by_rows())
+    eight = trained(mpx.whole_matrices(psgdax.kron(1e-2)), params, by_rows)
     np.testing.assert_allclose(numbers(eight[0]), numbers(one[0]), rtol=0, atol=1e-4)
