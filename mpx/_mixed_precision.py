@@ -1,7 +1,7 @@
 """`mixed_precision`: put a whole recipe around any rule."""
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -81,6 +81,10 @@ def mixed_precision(
       `loss_scaling`, around the masters.
     - Under a policy that needs neither, the rule gets neither.
 
+    Parameters come as the policy stores them (`Policy.cast_to_param`). Only a model of Flax NNX may come in float32:
+    `init` casts its variables where they are, so that it goes to a trainer that makes models and `nnx.Optimizer`
+    itself.
+
     Args:
         inner: any Optax transformation or chain. Without it this is an element of `chain`.
         policy: the name of a recipe such as `"bf16-split-8bit"`, a `Policy`, or the string of one.
@@ -97,9 +101,9 @@ def mixed_precision(
         TypeError: if `inner` is not a transformation.
         ValueError: if there is no such recipe or policy; if a recipe needs a key and there is none; if `storage`,
             `key`, `loss_scale` or `axis_name` is given and would do nothing, or `updates_in_param_dtype` without full
-            masters; at `init`, if the policy stores parameters below float32 and all given ones are float32 or wider,
-            if this stands inside a wrapper that hides them, such as `low_precision_state`, or if a recipe keeps moments
-            in fewer bits and the rule has no moments.
+            masters; at `init`, if the policy stores parameters below float32 and all given ones are float32 or wider
+            (and not of NNX), if this stands inside a wrapper that hides them, such as `low_precision_state`, or if a
+            recipe keeps moments in fewer bits and the rule has no moments.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(3e-4), "bf16-split24-8bit", key=jax.random.key(0))
@@ -177,11 +181,14 @@ def _with_moments(
 def _checked_at_init(
     tx: optax.GradientTransformationExtraArgs, policy: Policy
 ) -> optax.GradientTransformationExtraArgs:
-    """Refuse parameters that nobody has cast, or that a wrapper around this has widened: masters would do nothing."""
+    """Cast the variables of a model of NNX; refuse other parameters that nobody has cast, or that a wrapper widened."""
     narrow = lambda tree: any(map(_trees.is_narrower, jax.tree.leaves(tree)))
+    as_stored = lambda tree: policy.cast_to(np.dtype(policy.param_dtype), tree)
 
     def init_fn(params):
-        if narrow(policy.cast_to(np.dtype(policy.param_dtype), _trees.shapes_of(params))) and not narrow(params):
+        if narrow(as_stored(_trees.shapes_of(params))) and not narrow(params):
+            _cast_variables(params, as_stored)
+        if narrow(as_stored(_trees.shapes_of(params))) and not narrow(params):
             raise ValueError(
                 f"`mixed_precision`: the policy {policy_text(policy)!r} stores parameters below float32, but all of "
                 "those given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`. If they "
@@ -191,6 +198,14 @@ def _checked_at_init(
         return tx.init(params)
 
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+
+
+def _cast_variables(params: Any, cast: Callable[[Any], Any]) -> None:
+    """Cast variables of NNX where they are: `nnx.Optimizer` hands over those of its model, not copies."""
+    variables, others = (jax.tree.leaves(tree, is_leaf=_trees.is_box) for tree in (params, cast(params)))
+    for variable, other in zip(variables, others, strict=True):
+        if hasattr(variable, "set_value"):
+            variable.set_value(other.get_value())
 
 
 def _two_keys(key: jax.Array | None, policy: Policy) -> jax.Array:

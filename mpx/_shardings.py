@@ -20,6 +20,13 @@ def are_several_in_sight() -> bool:
     return (jax.device_count() if mesh.empty else mesh.size) > 1
 
 
+def dividing_devices() -> int:
+    """Return over how many devices XLA may divide an array here: inside of `jax.shard_map` those of other axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = [size for name, size in mesh.shape.items() if name not in mesh.manual_axes]
+    return jax.device_count() if mesh.empty else math.prod(sizes)
+
+
 def explicit_sharding(x: Any) -> NamedSharding | None:
     """Return how an array is sharded if its mesh has explicit axes, else None."""
     if not isinstance(x, (jax.Array, Tracer)):

@@ -246,6 +246,8 @@ def test_a_float16_autocast_function_warns_when_others_differentiate_it_unless_t
         with pytest.warns(UserWarning, match="`two_products` computes in float16 .* without a loss scale") as seen:
             jax.grad(fun)(*args)
         assert [warning.filename for warning in seen] == [__file__]
+        for setting in ("autocast(..., loss_scale=mpx.Static", "mixed_precision(..., loss_scale=mpx.NoOp"):
+            assert setting in str(seen[0].message)
         jax.eval_shape(mpx.grad(fun, mpx.StaticLossScale(2.0**10)), *args)
     jax.eval_shape(mpx.grad(lambda params, x: f(teacher, x) * (params["w"] ** 2).sum()), *args)
     meant = mpx.autocast(two_products, "f16", loss_scale=mpx.NoOpLossScale())

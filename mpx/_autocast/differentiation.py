@@ -151,9 +151,10 @@ def needing_a_scale(values: list[Any], name: str) -> list[Any]:
             _errors.warn(
                 f"`autocast`: `{name}` computes in float16 and is differentiated without a loss scale, so gradients "
                 "below 6e-8 become zero. Differentiate it with `mpx.value_and_grad(fun, "
-                "mpx.get_loss_scale(opt_state))`. If your caller calls `jax.grad`, pass "
-                "`loss_scale=mpx.StaticLossScale(2.0**12)` to `autocast`; if it scales the loss itself, as Flax's "
-                "`DynamicScale` does, or wants no scale, `loss_scale=mpx.NoOpLossScale()`."
+                "mpx.get_loss_scale(opt_state))`. If your caller calls `jax.grad`, two settings belong together: "
+                "`autocast(..., loss_scale=mpx.StaticLossScale(2.0**12))`, which scales and unscales, and "
+                "`mixed_precision(..., loss_scale=mpx.NoOpLossScale())`, which must not unscale again. If it scales "
+                "the loss itself, as Flax's `DynamicScale` does, or wants no scale, both are `mpx.NoOpLossScale()`."
             )
         return primals[0], tangents[0]
 

@@ -16,7 +16,7 @@ from mpx._shardings import explicit_sharding
 from mpx._stored.blocks import BlockFormat
 from mpx._stored.leaves import StateLeaf, leaves_of
 from mpx._stored.roles import EXACT, Role
-from mpx._stored.state_format import FLOAT32, Cast, StateFormat, is_stored, store
+from mpx._stored.state_format import FLOAT32, Cast, StateFormat, is_last_axis_named, is_stored, store
 
 _LISTED_PATHS = 20
 
@@ -35,6 +35,7 @@ def assign(state: Any, patterns: Mapping[str, StateFormat], min_size: int) -> As
     """Return the format of each leaf that a pattern matches; the state may be in float32 or stored."""
     chosen: Assignment = {}
     names = _trees.path_names(state, is_stored)
+    boxes = {path: box for path, box in _trees.leaves_by_path(state, _is_unit).items() if _trees.is_box(box)}
     for i, found in enumerate(leaves_of(state)):
         leaf = found.leaf
         if not (is_stored(leaf) or _trees.is_inexact(leaf)) or not leaf.shape:
@@ -43,11 +44,15 @@ def assign(state: Any, patterns: Mapping[str, StateFormat], min_size: int) -> As
         if pattern is not None:
             # A small leaf is assigned too, to float32: else its pattern would seem to match nothing.
             format = patterns[pattern].for_role(found.role) if math.prod(leaf.shape) >= min_size else FLOAT32
-            chosen[i] = Assigned(_with_blocks_of(leaf, format), pattern)
+            chosen[i] = Assigned(_with_blocks_of(leaf, format, boxes.get(found.path[:-1])), pattern)
     return chosen
 
 
-def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
+def _is_unit(node: Any) -> bool:
+    return is_stored(node) or _trees.is_box(node)
+
+
+def _with_blocks_of(leaf: Any, format: StateFormat, box: Any = None) -> StateFormat:
     """Keep a stored leaf's block size; otherwise choose one that fits a shard."""
     if is_stored(leaf):
         kept: Any = leaf.format
@@ -58,6 +63,8 @@ def _with_blocks_of(leaf: Any, format: StateFormat) -> StateFormat:
         # Blocks that `init` made smaller, for shards, stay: an update decodes what the state has.
         return kept if is_alike and kept.block_size < format.block_size else format
     sharding = explicit_sharding(leaf)
+    if sharding is None and is_last_axis_named(box, leaf.ndim):
+        return format.for_shards(leaf.shape[-1])  # no mesh is known: XLA divides rows, if blocks do not cross them
     if sharding is None or sharding.is_fully_replicated:
         return format
     # Else a block may reach over two devices, which gathers the leaf at each step.

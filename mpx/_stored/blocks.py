@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from mpx._shardings import are_several_in_sight
+from mpx._shardings import are_several_in_sight, dividing_devices
 from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
@@ -119,13 +119,14 @@ def _in_tiles(shape: tuple[int, ...], block_size: int) -> tuple[int, ...] | None
     """Return the shape that views an array as tiles of 8 rows, 128 columns; None if blocks are not made of tile rows.
 
     A TPU keeps arrays in such tiles: this view is free there, while a view of blocks copies the array. Elsewhere both
-    views keep the elements in their order in memory.
+    views keep the elements in their order in memory. A tile that reaches over two devices would gather the array, so
+    the rows must be whole tiles on each, if they are divided.
     """
     if not (shape and math.prod(shape)) or block_size % _LANES:
         return None
     if len(shape) == 1:
         return (-1, _SUBLANES, _LANES) if shape[0] % max(block_size, _SUBLANES * _LANES) == 0 else None
     *leading, rows, columns = shape
-    if rows % _SUBLANES or columns % block_size:
+    if rows % (_SUBLANES * dividing_devices()) or columns % block_size:
         return None
     return (*leading, rows // _SUBLANES, _SUBLANES, columns // _LANES, _LANES)

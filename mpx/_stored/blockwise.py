@@ -48,8 +48,9 @@ class Blockwise8bit(BlockFormat):
     `rounding="stochastic"` follows each member in the mean.
 
     Each device codes its own shard of an array if the shard has rows of whole blocks. On a mesh of explicit axes
-    `low_precision_state` makes the blocks of a leaf smaller for that. On automatic axes choose a `block_size` that
-    divides the columns of a shard, or all devices gather the array.
+    `low_precision_state` makes the blocks of a leaf smaller for that. On automatic axes the rows of the array must be
+    whole blocks, of which devices may share one; else all of them gather an array whose columns are divided. So blocks
+    become smaller where a box of Flax names the last axis; otherwise choose a `block_size` that divides it.
 
     Args:
         block_size: numbers that share a scale, a power of two from 16 to 65,536. A leaf is cut into blocks in the order

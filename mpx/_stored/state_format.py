@@ -16,7 +16,7 @@ from jax import export
 
 from mpx import _trees, formats
 from mpx._errors import not_differentiable
-from mpx._shardings import explicit_sharding, in_auto, names_at, part_sharding
+from mpx._shardings import dividing_devices, explicit_sharding, in_auto, names_at, part_sharding
 from mpx._stored.roles import Role
 
 
@@ -157,26 +157,45 @@ def _boxed(part: jax.Array, box: Any, array: jax.Array) -> Any:
     boxed = box.unflatten([part])
     if part.shape == array.shape or not _trees.is_box(boxed):
         return boxed
-    if not hasattr(boxed, "get_metadata"):  # of Linen; a user's own box without names fits its array only
-        return boxed.replace(names=_fitting(boxed.names, part.shape, array)) if hasattr(boxed, "names") else part
-    for key in {"out_sharding", "optimizer_sharding"} & set(boxed.get_metadata()):
-        boxed.set_metadata(key, _fitting(boxed.get_metadata()[key], part.shape, array))
-    return boxed
+    fitting = {key: _fitting(names, part.shape, array) for key, names in _names_of_axes(boxed).items()}
+    if fitting:
+        return boxed.replace(**fitting)
+    return boxed if hasattr(boxed, "get_metadata") else part  # a user's own box without names fits its array only
+
+
+def _names_of_axes(box: Any) -> dict[str, Any]:
+    """Return what a box of Flax says about the axes of its array: names of each, under all keys that have them.
+
+    Trainers read other keys than Flax: MaxText takes `sharding_names` where `out_sharding` names nothing.
+    """
+    if not hasattr(box, "get_metadata"):
+        return {"names": box.names} if hasattr(box, "names") else {}
+    metadata = box.get_metadata()
+    keys = ("out_sharding", "optimizer_sharding", "sharding_names")
+    return {key: metadata[key] for key in keys if metadata.get(key)}
+
+
+def is_last_axis_named(box: Any, ndim: int) -> bool:
+    """Return whether the box of an array (None: it has no box) names the last axis, which may then be divided."""
+    every = _names_of_axes(box).values()
+    return any(isinstance(names, Iterable) and any(tuple(names)[ndim - 1 :]) for names in every)
 
 
 def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, ...]:
     """Return the names of the axes that codes or scales have in common with their array."""
-    if len(part) != array.ndim or not isinstance(names, Iterable):
+    if not isinstance(names, Iterable) or len(part) not in (1, array.ndim):
         return ()
-    sharding = explicit_sharding(array)
+    sharding, devices = explicit_sharding(array), dividing_devices()
 
     def fits(i):
         if sharding is not None:
             return names_at(part_sharding(sharding, array.shape, part).spec, i)
         # No mesh is known. A multiple of 64 can be divided by that many devices, or 32, 16, 8...
-        return part[i] == array.shape[i] or part[i] % 64 == 0
+        is_divisible = part[i] % 64 == 0 or (devices > 1 and part[i] % devices == 0)
+        return is_divisible or (part[i] == array.shape[i] and len(part) == array.ndim)
 
-    return tuple(name if fits(i) else None for i, name in enumerate(names))
+    # Blocks that cross the ends of rows lie in one row of their own, divided as the first axis is.
+    return tuple(name if fits(i) else None for i, name in enumerate(tuple(names)[: len(part)]))
 
 
 _NO_DERIVATIVE = (

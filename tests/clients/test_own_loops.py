@@ -11,6 +11,7 @@ import diffrax
 import distrax
 import e3nn_jax as e3nn
 import equinox as eqx
+import fedjax
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
 import mpx
+from tests.autocast.helpers import contractions
 from tests.clients import judge
 
 KEY = jax.random.key(0)
@@ -52,6 +55,37 @@ def haiku(way):
     net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 32, 1], activation=jax.nn.tanh)(x)))
     loss = lambda params, x, y: ((net.apply(params, x) - y) ** 2).mean()
     return loop(way, way.autocast(loss), net.init(KEY, X), X, Y)
+
+
+def fedjax_optimizer(way):
+    """The optimizer of a server or a client, which adds updates itself."""
+    optimizer = fedjax.optimizers.create_optimizer_from_optax(way.tx)
+    start = params = way.cast({"w": jax.random.normal(KEY, (8, 32)) / 3, "v": jax.random.normal(KEY, (32, 1)) / 6})
+    loss = way.autocast(lambda params, x, y: ((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2).mean())
+    opt_state, losses = optimizer.init(params), []
+    for _ in range(judge.STEPS):
+        value, grads = jax.jit(way.grad_of(loss, opt_state))(params, X, Y)
+        opt_state, params = optimizer.apply(grads, opt_state, params)
+        losses.append(value)
+    return judge.Run(start, params, opt_state, losses, (loss, params, X, Y))
+
+
+def flax_dynamic_scale(way):
+    """Flax's own loss scale, which differentiates; nothing else scales then."""
+    start = params = way.cast({"w": jax.random.normal(KEY, (8, 32)) / 3, "v": jax.random.normal(KEY, (32, 1)) / 6})
+    loss = way.autocast(lambda params, x, y: ((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2).mean())
+    scale, opt_state, losses = DynamicScale(scale=jnp.float32(2.0**10)), way.tx.init(params), []
+
+    @jax.jit
+    def step(scale, params, opt_state):
+        scale, _, value, grads = scale.value_and_grad(loss)(params, X, Y)
+        updates, opt_state = way.tx.update(grads, opt_state, params)
+        return scale, optax.apply_updates(params, updates), opt_state, value
+
+    for _ in range(judge.STEPS):
+        scale, params, opt_state, value = step(scale, params, opt_state)
+        losses.append(value)
+    return judge.Run(start, params, opt_state, losses, (loss, params, X, Y))
 
 
 def haiku_with_state(way):
@@ -143,10 +177,10 @@ def field(params, y):
     return eqx.combine(params, STATIC)(y)
 
 
-def solved(field, params, x):
+def solved(field, params, x, **options):
     """Return the solution of an ODE at time 1, as in Diffrax's example of a neural ODE."""
     term, controller = diffrax.ODETerm(lambda t, y, params: field(params, y)), diffrax.PIDController(1e-3, 1e-5)
-    options = {"stepsize_controller": controller, "saveat": diffrax.SaveAt(t1=True)}
+    options |= {"stepsize_controller": controller, "saveat": diffrax.SaveAt(t1=True)}
     solve = lambda x: diffrax.diffeqsolve(term, diffrax.Heun(), 0.0, 1.0, 0.1, x, params, **options).ys[0]
     return jax.vmap(solve)(x)
 
@@ -243,6 +277,7 @@ def equinox_apply_updates(way):
 LIBRARIES = {
     haiku: 2.0**-4, haiku_with_state: 2.0**-4, jraph_network: 2.0**-4, e3nn_forces: 2.0**-6, distrax_flow: 2.0**-5,
     diffrax_neural_ode: 2.0**-3, keras_stateless: 2.0**-4, flax_train_state: 2.0**-4, flax_nnx_optimizer: 2.0**-4,
+    fedjax_optimizer: 2.0**-4,
 }  # fmt: skip
 
 
@@ -250,6 +285,10 @@ LIBRARIES = {
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
 def test_a_loop_of_ones_own_trains_as_in_float32_with_the_masters_of_float32(library, compute):
     judge.judge(library, f"params={compute},compute={compute},output=f32", LIBRARIES[library])
+
+
+def test_flaxs_dynamic_scale_trains_where_autocast_and_the_optimizer_leave_scaling_to_it():
+    judge.judge(flax_dynamic_scale, "f16-scaled", 2.0**-4, scale_inside=mpx.NoOpLossScale())
 
 
 @pytest.mark.parametrize("compute", ["bf16", "f16"])
@@ -263,9 +302,21 @@ def test_a_loop_that_adds_updates_without_a_cast_is_told_of_narrow_ones():
         equinox_apply_updates(judge.under("bf16-split", 2.0**-4))
 
 
-def test_autocast_around_a_solver_alone_warns_that_it_narrows_nothing():
+@pytest.mark.parametrize("adjoint", [diffrax.RecursiveCheckpointAdjoint(), diffrax.BacksolveAdjoint()])
+def test_autocast_around_a_solver_alone_warns_that_it_narrows_nothing(adjoint):
     with pytest.warns(UserWarning, match="custom derivative.*around the vector field"):
-        jax.eval_shape(mpx.autocast(functools.partial(solved, field), "bf16"), FIELD, X)
+        jax.eval_shape(mpx.autocast(functools.partial(solved, field, adjoint=adjoint), "bf16"), FIELD, X)
+
+
+def test_autocast_sees_the_inside_of_a_solver_whose_steps_jax_differentiates():
+    """`DirectAdjoint` has no derivative of its own."""
+    solve = functools.partial(solved, field, adjoint=diffrax.DirectAdjoint(), max_steps=256)
+    loss = lambda params, x: (solve(params, x) ** 2).mean()
+    cast, params = mpx.autocast(loss, "bf16"), mpx.cast(FIELD, "bf16")
+    assert jnp.bfloat16 in [c.lhs for c in contractions(cast, params, X)]
+    exact, grads = eqx.filter_grad(loss)(mpx.cast(params, "f32"), X), mpx.grad(cast)(params, X)
+    for ours, theirs in zip(*map(jax.tree.leaves, (grads, exact)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.02 * jnp.abs(theirs).max())
 
 
 def test_autocast_of_a_field_alone_warns_that_the_solver_adds_up_gradients_in_bfloat16():

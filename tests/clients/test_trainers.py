@@ -11,6 +11,7 @@ import equinox as eqx
 import flowjax.distributions
 import flowjax.flows
 import flowjax.train.losses
+import gpjax
 import jax
 import jax.numpy as jnp
 import jaxopt
@@ -21,6 +22,7 @@ import optax
 import optimistix as optx
 import paramax
 import pytest
+import trainax
 from brax.training.gradients import gradient_update_fn
 from dynamax.linear_gaussian_ssm import LinearGaussianSSM
 from dynamax.parameters import from_unconstrained, to_unconstrained
@@ -214,6 +216,41 @@ def optimistix_minimise(way):
     return judge.Run(params, found.value, found.state.opt_state, losses, (loss, params, (X, Y)))
 
 
+def trainax_trainer(way):
+    """`GeneralTrainer` of an emulator of one step, to whose optimizer it gives the whole module."""
+    states = []
+    layers = [eqx.nn.Conv1d(1, 16, 3, padding="SAME", key=KEY), eqx.nn.Conv1d(16, 1, 3, padding="SAME", key=KEY)]
+    stepper = way.cast(eqx.nn.Sequential(layers))
+    data = jnp.stack([X[:, None], jnp.roll(X, 1, -1)[:, None]], axis=1)  # samples, times, channels, points
+    loss = way.autocast(trainax.configuration.Supervised())
+    trainer = trainax.GeneralTrainer(
+        trainax.TrajectorySubStacker(data, sub_trajectory_len=2), loss, ref_stepper=None, residuum_fn=None,
+        optimizer=keeping_states(way.tx, states), num_minibatches=judge.STEPS, batch_size=len(X), callback_fn=None,
+    )  # fmt: skip
+    fitted, losses = trainer(stepper, KEY, spawn_tqdm=False)
+    jax.effects_barrier()
+    start, params = (eqx.filter(model, eqx.is_inexact_array) for model in (stepper, fitted))
+    return judge.Run(
+        start, params, states[-1], losses, (lambda x: loss(stepper, x, ref_stepper=None, residuum_fn=None), data)
+    )
+
+
+def gpjax_fit(way):
+    """`fit` of a Gaussian process with a linear kernel, whose Gram matrix is a product."""
+    states = []
+    data = gpjax.Dataset(X, X[:, :1])  # what a linear kernel learns
+    prior = gpjax.gps.Prior(kernel=gpjax.kernels.Linear(), mean_function=gpjax.mean_functions.Zero())
+    model = way.cast(prior * gpjax.likelihoods.Gaussian())
+    loss = way.autocast(lambda model, data: -gpjax.objectives.conjugate_mll(model, data) / len(X))
+    fitted, losses = gpjax.fit(
+        model=model, objective=loss, train_data=data, optim=keeping_states(way.tx, states), num_iters=judge.STEPS,
+        verbose=False, safe=False,
+    )  # fmt: skip
+    jax.effects_barrier()
+    start, params = (eqx.filter(m, eqx.is_inexact_array) for m in (model, fitted))
+    return judge.Run(start, params, states[-1], losses, (loss, model, data))
+
+
 # --- libraries that call `update(grads, state)`, without parameters ---------------------------------------------------
 
 
@@ -243,14 +280,17 @@ def dynamax_sgd(way):
 RATES = {
     jaxopt_solver: 2.0**-4, numpyro_svi: 2.0**-8, penzai_trainer: 2.0**-4, tunix_peft: 2.0**-4, netket_vmc: 2.0**-5,
     blackjax_meanfield: 2.0**-5, flowjax_fit: 2.0**-3, optimistix_minimise: 2.0**-4,
+    trainax_trainer: 2.0**-3, gpjax_fit: 2.0**-5,
     brax_gradient_update: 2.0**-4, dynamax_sgd: 2.0**-4,
 }  # fmt: skip
-ADD_WITHOUT_A_CAST = (blackjax_meanfield, flowjax_fit, optimistix_minimise)
+ADD_WITHOUT_A_CAST = (blackjax_meanfield, flowjax_fit, optimistix_minimise, trainax_trainer, gpjax_fit)
 HIDE_PARAMETERS = (brax_gradient_update, dynamax_sgd)
 OPTION = r"`equinox\.apply_updates` does not: see `updates_in_param_dtype`"
 REFUSALS = {
     blackjax_meanfield: OPTION,
     flowjax_fit: OPTION,
+    trainax_trainer: OPTION,
+    gpjax_fit: "scan body function carry input and carry output must have equal types",
     optimistix_minimise: "`body_fun` must have the same input and output structure",  # JAX's: the loop ends first
     brax_gradient_update: "`master_weights` needs the parameters",
     dynamax_sgd: "`master_weights` needs the parameters",
@@ -278,7 +318,7 @@ def test_a_trainer_that_adds_updates_without_a_cast_keeps_masters_with_narrow_on
 
 @named(REFUSALS)
 def test_masters_that_a_trainer_cannot_keep_are_refused_and_float32_parameters_train_as_in_float32(library):
-    with pytest.raises(ValueError, match=REFUSALS[library]):
+    with pytest.raises((TypeError, ValueError), match=REFUSALS[library]):
         library(judge.under("bf16-masters", RATES[library]))
     judge.judge(library, "bf16-autocast", RATES[library])
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from mpx._shardings import part_sharding
 from mpx.tools.program import target_devices
 from tests.helpers import stepper
 
@@ -258,3 +259,54 @@ def test_blocks_that_reach_over_devices_are_a_finding_with_the_bytes_that_are_se
     (finding,) = [finding for finding in report.findings if "optimizer state" in finding.what]
     assert finding.bytes > 768 * 2304
     assert not step_of(h200, AxisType.Explicit, (768, 2304), P(None, "data")).findings
+
+
+# A language model as MaxText has it: FSDP on automatic axes, layers stacked along the second axis of each weight and
+# computed again one by one, weights widened by name; the trainer differentiates. CPUs gather it in float32.
+STACKED = {
+    "embedding": ((8192, 1024), P(None, "data")),
+    "up": ((1024, 2, 4096), P("data")),
+    "down": ((4096, 2, 1024), P(None, None, "data")),
+    "head": ((1024, 8192), P("data")),
+}
+
+
+def language_model(params, tokens):
+    divided = lambda x: jax.lax.with_sharding_constraint(x, P("data"))
+    dense = lambda x, w: jnp.einsum("bte,ef->btf", x, w.astype(jnp.float32))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def layer(x, weights):
+        return divided(x + dense(jax.nn.silu(dense(x, weights["up"])), weights["down"])), None
+
+    x = divided(params["embedding"].astype(jnp.float32)[tokens])
+    x, _ = jax.lax.scan(layer, x, {name: jnp.moveaxis(params[name], 1, 0) for name in ("up", "down")})
+    logits = dense(x, params["head"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+@pytest.mark.parametrize("recipe", ["bf16-split-8bit", "bf16-autocast"])
+def test_a_trainer_gathers_weights_in_bfloat16_adds_gradients_in_float32_and_sends_no_state(h200, recipe):
+    mesh = Mesh(np.array(h200), ("data",), axis_types=(AxisType.Auto,))
+    tx, dtype = mpx.mixed_precision(optax.adamw(1e-3), recipe), mpx.get_policy(recipe).param_dtype
+    params = {name: placed_on(mesh, shape, dtype, spec) for name, (shape, spec) in STACKED.items()}
+
+    def as_its_weight(path, x):
+        weight = next((params[key.key] for key in path if getattr(key, "key", None) in params), None)
+        spec = P() if weight is None else part_sharding(weight.sharding, weight.shape, x.shape).spec
+        return placed_on(mesh, x.shape, x.dtype, spec)
+
+    state = jax.tree.map_with_path(as_its_weight, jax.eval_shape(tx.init, params))
+    places = jax.tree.map(lambda x: x.sharding, (params, state))
+
+    def step(params, state, tokens):
+        loss, grads = jax.value_and_grad(mpx.autocast(language_model, recipe))(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return *jax.lax.with_sharding_constraint((optax.apply_updates(params, updates), state), places), loss
+
+    with jax.set_mesh(mesh):
+        tokens = placed_on(mesh, (16, 256), jnp.int32, P("data"))
+        report = mpx.step_report(step, params, state, tokens, target="h200", donate_argnums=(0, 1))
+    large = {(c.operation, c.dtype) for c in report.collectives if c.sent_bytes > 2**21}
+    activations = {("all-to-all", "f32"), ("all-gather", "s32")}  # and tokens
+    assert large - activations == {("all-gather", "bf16"), ("reduce-scatter", "f32")}

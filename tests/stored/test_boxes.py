@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import math
 import pathlib
+import re
 import tempfile
 from typing import Any
 
@@ -45,7 +47,7 @@ OTHER_PARTS = {
     ("columns", (40,)): P(),
     ("both", (8, 512)): P(None, "model"),
     ("both", (8, 4)): P(),
-    ("both", (8, 8)): P(),
+    ("both", (8, 8)): P(None, "model"),
 }
 
 
@@ -218,8 +220,13 @@ def names_of(part):
         ((1, 2**14), ("a", "b"), ("a", "b"), ("a", "b")),  # 64 blocks in a row
         ((2, 8, 512), ("a", "b", "c"), ("a", "b", "c"), ("a", "b", None)),
         ((16, 512), ("a",), ("a",), ("a",)),  # a spec may leave out the last axes
-        ((27, 1000), (("a", "b"), None), (("a", "b"), None), ()),  # blocks cross the ends of rows
-        ((8192,), ("a",), ("a",), (None,)),
+        ((27, 1000), (("a", "b"), None), (("a", "b"), None), (None,)),  # 106 blocks, which cross the ends of rows
+        ((128, 1000), ("a", "b"), ("a", "b"), (None,)),  # 500
+        ((128, 1004), ("a", None), ("a", None), (None,)),  # 502
+        ((256, 1000), ("a", "b"), ("a", "b"), ("a",)),  # 1,000, which eight devices divide
+        ((72, 2, 192), ("a", "b", "c"), ("a", "b", "c"), ("a", "b", None)),  # blocks of 64, three in a row
+        ((72, 2, 192), ("a", "b"), ("a", "b"), (None,)),  # 108 that cross rows, none of which is divided
+        ((8192,), ("a",), ("a",), ("a",)),
     ],
 )
 def test_codes_and_scales_have_the_names_of_the_axes_that_they_still_have(box, shape, names, codes, scales):
@@ -227,6 +234,55 @@ def test_codes_and_scales_have_the_names_of_the_axes_that_they_still_have(box, s
     w = nn.Partitioned(x, names) if box is of_linen else nnx.Param(x, out_sharding=names, eager_sharding=False)
     stored = mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS).init({"w": w}).inner_state[0].mu["w"]
     assert (names_of(stored.codes), names_of(stored.scales)) == (codes, scales)
+
+
+def test_names_under_a_key_that_trainers_read_are_those_that_fit_too():
+    """Each layer of MaxText has its names twice, and the second are taken where the first are empty."""
+    w = nnx.Param(jnp.ones((27, 1000), jnp.float32), out_sharding=("a", None), eager_sharding=False)
+    w = w.replace(sharding_names=("a", None))  # as MaxText does: `set_metadata` knows another name for it
+    kept = mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS).init({"w": w}).inner_state[0].nu["w"]
+    assert [x.get_metadata()["sharding_names"] for x in (kept.codes, kept.scales)] == [("a", None), (None,)]
+
+
+def largest_gather(box, shape, *names):
+    """Return the size of the largest array that XLA gathers in a step of a state that was made without a mesh."""
+    mesh, tx = mesh_of(8), mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS)
+    by_shape = lambda tree: jax.tree.map(lambda x: NamedSharding(mesh, P(*names) if x.shape == shape else P()), tree)
+    w = jax.ShapeDtypeStruct(shape, jnp.float32)
+    boxed, place = {
+        "none": (w, by_shape),
+        "NNX": (
+            nnx.Param(w, out_sharding=names, eager_sharding=False),
+            lambda tree: nnx.get_named_sharding(tree, mesh),
+        ),
+        "Linen": (nn.Partitioned(w, names), lambda tree: nn.get_sharding(tree, mesh)),
+    }[box]
+    like = lambda s, box: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), box)
+    typed = lambda tree: jax.tree.map(like, place(tree), tree)
+    state = jax.eval_shape(tx.init, {"w": boxed})
+    step = jax.jit(lambda grads, state: tx.update(grads, state)[1], out_shardings=place(state))
+    text = step.lower(typed({"w": boxed}), typed(state)).compile().as_text()
+    sizes = re.findall(r"\[([\d,]*)\]\S* all-gather\(", text)
+    return max((math.prod(map(int, size.split(","))) for size in sizes), default=0)
+
+
+@pytest.mark.parametrize("box", ["NNX", "Linen"])
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((128, 2, 64), (None, None, ("data", "model"))),  # a device has 8 of 64 columns
+        ((128, 64), ("data", "model")),
+        ((304, 512), (("data", "model"), None)),  # 38 rows, and tiles of a TPU have 8
+        ((72, 512), ("model", "data")),
+    ],
+)
+def test_a_state_that_was_made_without_a_mesh_is_coded_where_it_lies(box, shape, names):
+    assert largest_gather(box, shape, *names) <= math.prod(shape) // 16
+
+
+def test_without_names_blocks_cross_rows_and_a_step_gathers_the_codes():
+    """Negative control for the test above."""
+    assert largest_gather("none", (128, 2, 64), None, None, ("data", "model")) == 128 * 2 * 64
 
 
 def test_the_names_of_an_optimizer_state_are_those_of_its_parts_too():
@@ -308,9 +364,10 @@ class Model(nnx.Module):
 IN_FEW_BITS = [name for name, recipe in ALL_RECIPES.items() if recipe.moments in ("8bit", "4bit")]
 
 
-def trained_by_nnx(recipe, names, kind=nnx.Optimizer, steps=2):
+def trained_by_nnx(recipe, names, kind=nnx.Optimizer, steps=2, cast_first=True):
     policy, model = policy_of(recipe), Model(names, nnx.Rngs(0))
-    nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
+    if cast_first:
+        nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
     trainer = kind(model, optimizer(recipe), wrt=nnx.Param)
     loss_fn = mpx.autocast(lambda model, x: jnp.mean(model(x) ** 2), policy)
 
@@ -332,6 +389,37 @@ def test_an_optimizer_of_nnx_trains_a_model_with_names_as_one_without(recipe, ki
     with jax.set_mesh(mesh_of(1)):
         boxed, named = trained_by_nnx(recipe, True, kind)
     assert_same_bits((boxed, nnx.as_pure(named)), (plain, nnx.as_pure(state)))
+
+
+@pytest.mark.filterwarnings("ignore:`autocast`. no matrix product")
+@pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
+@pytest.mark.parametrize("recipe", cases(ALL_RECIPES, ["bf16-split24-4bit", "f32"]))
+def test_an_optimizer_of_nnx_casts_a_model_that_a_trainer_made_in_float32(recipe, kind):
+    cast, (params, state) = trained_by_nnx(recipe, False, kind), trained_by_nnx(recipe, False, kind, cast_first=False)
+    assert_same_bits((params, nnx.as_pure(state)), (cast[0], nnx.as_pure(cast[1])))
+
+
+def test_a_model_that_is_made_inside_of_jit_is_cast_there_where_it_is_placed():
+    """As MaxText does: the state is made on the shardings that its names say, without a mesh."""
+    mesh = mesh_of(8)
+
+    def make():
+        with nnx.use_eager_sharding(False):
+            model = Model(True, nnx.Rngs(0))
+            trainer = nnx.Optimizer(model, optimizer("bf16-split-8bit"), wrt=nnx.Param)
+        return nnx.state(model, nnx.Param), trainer.opt_state
+
+    model, trainer = jax.jit(make, out_shardings=nnx.get_named_sharding(jax.eval_shape(make), mesh))()
+    assert (model["up"]["kernel"].dtype, model["norm"]["scale"].dtype) == (jnp.bfloat16, jnp.float32)
+    codes = trainer.inner_state.inner_state[0].nu["down"]["kernel"].codes
+    assert codes.sharding.shard_shape(codes.shape) == (128, 16)
+
+
+def test_copies_of_variables_are_not_the_models_which_update_says():
+    model, tx = Model(False, nnx.Rngs(0)), optimizer("bf16-split")
+    state = jax.jit(tx.init)(nnx.state(model, nnx.Param))
+    with pytest.raises(ValueError, match="`master_weights`: the state was made for other parameters"):
+        tx.update(nnx.state(model, nnx.Param), state, nnx.state(model, nnx.Param))
 
 
 @pytest.mark.parametrize("recipe", cases(IN_FEW_BITS, ["bf16-split24-4bit"]))
