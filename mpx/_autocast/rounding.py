@@ -1,8 +1,8 @@
 """Keep roundings: a function has one value, wherever it is called.
 
 XLA may leave out a conversion to 16 bits and back, and does so by what stands around it. A CPU has no products in 16
-bits, so XLA may leave out those of operands and of results. A GPU has them, and XLA leaves out that of a small result
-which it adds up from parts. Then a sampler, which has one token at a time, computes other logits than a trainer with
+bits: XLA may round neither operands nor results. A GPU has them: XLA does not round a small result which it adds up
+from parts. Then a sampler, which has one token at a time, computes other logits than a trainer with
 whole sequences. No compiler leaves out `reduce_precision`.
 """
 
@@ -24,8 +24,7 @@ _MOST_OF_PARTS = 500 * 64 * 128
 def kept(x: jax.Array, precision: ContractionPrecision, *, on_gpu: bool = False) -> jax.Array:
     """Return a float32 array that is rounded to the 16 bits of a precision, as the program says already.
 
-    Other arrays are returned as they are. `on_gpu` is for results that are read in float32. The derivative is that of
-    the array.
+    Other arrays are returned unchanged. `on_gpu` is for results that are read in float32. The derivative is one.
     """
     if x.dtype != np.float32 or not precision.is_narrow:
         return x

@@ -174,8 +174,8 @@ def memory_plan(
     narrower of its parameter's dtype and the policy's compute dtype, or on several devices the dtype of their sum. An
     array that stands in the tree twice counts twice, since `jax.jit` returns two.
 
-    The peak is that of a transformer with these weights, by formulas: from the program that needs least to the one that
-    needs most, of those that `attention`, `logits`, `checkpoint` and `scan` leave open. For a model of another kind
+    The peak is for a transformer with these weights, by formulas: from the program that needs least to the one that
+    needs most, as far as `attention`, `logits`, `checkpoint` and `scan` leave it open. For a model of another kind
     read it off its program: `step_report`.
 
     Args:

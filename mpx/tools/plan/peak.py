@@ -74,7 +74,7 @@ class Run(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a transformer. Those that shapes do not tell are pairs, of the least and the most."""
+    """The sizes of a transformer. What shapes do not tell is a pair: the least and the most."""
 
     layers: int
     width: int
