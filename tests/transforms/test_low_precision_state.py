@@ -257,3 +257,17 @@ def test_both_parts_of_complex_moments_are_stored_by_a_rule_that_splits_them():
         expected, exact = rule.update(SLOPES, exact, COMPLEX)
     np.testing.assert_allclose(updates["filter"], expected["filter"], rtol=0.02)
     assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.size >= 4096} == {1}
+
+
+@pytest.mark.parametrize(
+    ("rule", "recipe", "warns"),
+    [
+        (optax.contrib.muon(1e-3), "bf16-split24-4bit", True),
+        (mpx.whole_matrices(optax.contrib.muon(1e-3)), "bf16-split24-4bit", True),
+        (optax.contrib.muon(1e-3), "bf16-split24-8bit", False),
+        (optax.adam(1e-3), "bf16-split24-4bit", False),
+    ],
+)
+def test_muon_with_momentum_in_4_bits_is_warned_of(recwarn, rule, recipe, warns):
+    mpx.mixed_precision(rule, recipe, key=jax.random.key(0)).init(params(jnp.bfloat16))
+    assert any("Muon multiplies its momentum" in str(warning.message) for warning in recwarn) == warns
