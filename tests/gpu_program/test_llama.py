@@ -35,4 +35,5 @@ def test_adamw_trains_seventy_billion_parameters_on_eight_gpus(h200, target, rec
     # 7/8 of each weight is gathered in each pass, and of its gradient added up once; the head twice, the embedding not.
     sent = {name: n / count for name, n in report.sent_by_kind.items() if n > count // 10}
     assert sent == {"all-gather bf16": pytest.approx(3.5, abs=0.05), "reduce-scatter f32": pytest.approx(3.5, abs=0.05)}
-    assert report.findings == ()
+    assert bool(report.findings) == (report.peak_bytes > report.target.usable_bytes)
+    assert all("that JAX takes" in finding.what for finding in report.findings)  # 75%: an H100 must give more of it
