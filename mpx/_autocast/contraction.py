@@ -159,8 +159,8 @@ def run_narrowed(
 def transferred(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, wide_gradient: bool) -> jax.Array:
     """Send a float32 value to other devices in 16 bits, and its cotangent back in float32 or in 16 bits too."""
     transfer = lambda x: eqn.primitive.bind(x, **eqn.params)
-    mesh = jax.typeof(x).sharding.mesh
-    if not mesh.empty and mesh != jax.sharding.get_abstract_mesh():
+    mesh, now = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if not mesh.empty and not now.empty and mesh != now:
         return transfer(x)  # into `jax.sharding.auto_axes`: outside its axes are explicit, and nothing can cast here
 
     def in_16_bits(x):

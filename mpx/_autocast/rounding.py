@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpx._autocast.precision import ContractionPrecision
+from mpx._shardings import dividing_devices
 
 # Of a device's part of a result. XLA (jax 0.10) splits a product if that makes less than 500 tiles of 64 x 128.
 _MOST_OF_PARTS = 500 * 64 * 128
@@ -28,8 +29,7 @@ def kept(x: jax.Array, precision: ContractionPrecision, *, on_gpu: bool = False)
     """
     if x.dtype != np.float32 or not precision.is_narrow:
         return x
-    mesh = jax.sharding.get_abstract_mesh()
-    most = _MOST_OF_PARTS * (1 if mesh.empty else mesh.size)
+    most = _MOST_OF_PARTS * dividing_devices()
     is_small = not isinstance(x.size, int) or x.size <= most  # a symbolic size (`jax.export`) may be
     return _kept.bind(x, dtype=precision.dtype, on_gpu=on_gpu and is_small)
 
@@ -48,6 +48,7 @@ _kept = Primitive("rounding_kept")
 _kept.def_impl(_rounded)
 _kept.def_abstract_eval(lambda x, **_: x)
 ad.primitive_jvps[_kept] = lambda primals, tangents, **how: (_kept.bind(*primals, **how), tangents[0])
+ad.primitive_transposes[_kept] = lambda cotangent, _, **how: [cotangent]  # of a function that is linear
 batching.defvectorized(_kept)
 mlir.register_lowering(_kept, mlir.lower_fun(_rounded_if_asked, multiple_results=False))
 mlir.register_lowering(_kept, mlir.lower_fun(_rounded, multiple_results=False), platform="cpu")

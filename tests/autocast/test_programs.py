@@ -4,6 +4,7 @@ Oracle of bits: the same program with each matrix product's casts written by han
 so one text makes both. Oracle of sums: gradients that count uses; the compute dtype does not have the count.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -34,7 +35,7 @@ from tests.autocast.helpers import (
     total,
     with_gradients,
 )
-from tests.helpers import assert_same_bits, eight_cpu_devices, types_of
+from tests.helpers import all_eqns, assert_same_bits, eight_cpu_devices, types_of
 
 all_programs = pytest.mark.parametrize("name", PROGRAMS)
 
@@ -154,6 +155,16 @@ def test_a_function_on_automatic_axes_inside_of_explicit_ones_is_narrowed(spec):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert a.sharding == b.sharding
         np.testing.assert_allclose(a, b, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("is_set", [True, False], ids=["a mesh that is set", "a mesh of the arguments alone"])
+def test_a_weight_on_explicit_axes_is_gathered_in_16_bits(is_set):
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu"))
+    w, x = (jax.device_put(a, NamedSharding(mesh, SPLIT)) for a in arguments())
+    gathered = lambda w: jax.sharding.reshard(w, NamedSharding(jax.typeof(w).sharding.mesh, WHOLE))
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        eqns = all_eqns(jax.make_jaxpr(mpx.autocast(lambda w, x: x @ gathered(w), BF16))(w, x).jaxpr)
+    assert [eqn.invars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "reshard"] == [BF16]
 
 
 # ---- one autocast inside of another ---------------------------------------------------------------------------------

@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.scipy.sparse.linalg import gmres
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._autocast import rounding
@@ -62,9 +65,21 @@ def test_a_kept_rounding_is_exact_and_has_the_derivative_of_its_operand(dtype):
     np.testing.assert_array_equal(jax.jvp(kept, (x,), (t,))[1], t)
     np.testing.assert_array_equal(jax.vjp(kept, x)[1](t)[0], t)
     np.testing.assert_array_equal(jax.vmap(kept)(x.reshape(8, 8)), kept(x).reshape(8, 8))
+    np.testing.assert_array_equal(jax.linear_transpose(kept, x)(t)[0], t)
 
 
-@pytest.mark.parametrize(("rows", "is_kept"), [(512, True), (2**16, False)])
+def test_a_linear_function_under_autocast_can_be_transposed_as_solvers_do():
+    matrix, b = 4 * np.eye(32, dtype=np.float32) + normal(0, 32, 32) / 8, normal(1, 16, 32)
+    multiply = mpx.autocast(lambda a, v: v @ a, "bf16")
+    np.testing.assert_array_equal(
+        jax.linear_transpose(lambda v: multiply(matrix, v), b)(b)[0], jax.vjp(lambda v: multiply(matrix, v), b)[1](b)[0]
+    )
+    solved = lambda multiply: jax.grad(lambda a: gmres(lambda v: multiply(a, v), b)[0].sum())(matrix)
+    exact = solved(lambda a, v: jnp.matmul(v, a, precision="highest"))
+    np.testing.assert_allclose(solved(multiply), exact, atol=0.05 * float(jnp.abs(exact).max()))
+
+
+@pytest.mark.parametrize(("rows", "is_kept"), [(512, True), (2**19, False)])
 def test_on_a_gpu_only_a_small_result_that_float32_reads_is_rounded_again(rows, is_kept):
     """XLA adds up a small result from parts. A larger one is in 16 bits in memory."""
     loss = lambda x, w: jnp.tanh(x @ w @ w).sum()
@@ -72,3 +87,21 @@ def test_on_a_gpu_only_a_small_result_that_float32_reads_is_rounded_again(rows, 
     eqns = all_eqns(jax.make_jaxpr(mpx.autocast(loss, "bf16"))(*shapes).jaxpr)
     of_results = [eqn.params["on_gpu"] for eqn in eqns if eqn.primitive.name == "rounding_kept"]
     assert of_results.count(True) == is_kept  # of two: the next product rounds the first
+
+
+def test_a_result_is_small_by_a_devices_part_of_it():
+    """Without a mesh it may be divided over all devices; inside of `shard_map` it is a part."""
+
+    def is_kept(x, w):
+        eqns = all_eqns(jax.make_jaxpr(mpx.autocast(lambda x, w: jnp.sum(x @ w), "bf16"))(x, w).jaxpr)
+        return any(eqn.params.get("on_gpu") for eqn in eqns)
+
+    seen, w = [], jax.ShapeDtypeStruct((128, 128), np.float32)
+    rows = lambda n: jax.ShapeDtypeStruct((n, 128), np.float32)
+    inside = lambda x, w: seen.append(is_kept(x, w)) or x
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu"))
+    mapped = jax.shard_map(inside, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    for n in (2**14, 2**16):
+        jax.eval_shape(mapped, rows(8 * n), w)
+        seen.append(is_kept(rows(jax.device_count() * n), w))
+    assert seen == [True, True, False, False]

@@ -1,6 +1,7 @@
 """Each term of a peak, by hand. The sum is held against programs in `tests/gpu_program/test_plans.py`."""
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -128,6 +129,7 @@ def test_heads_and_their_sizes_may_be_axes_of_their_own_as_in_flax():
 
 def test_a_model_without_matrices_has_no_peak_of_its_own():
     plan = plan_of([(1000,)])
+    assert str(plan).splitlines()[-1].startswith("held")
     assert plan.peak_bytes_a_device == plan.least_peak_bytes_a_device == plan.total_bytes_a_device
 
 
@@ -172,6 +174,24 @@ def test_a_plan_says_with_what_it_fits():
     in_parts = plan_of(many, **THRIFTY | {"logits": "parts"}, sequence=4096).peak_bytes_a_device
     assert plan_of(many, **THRIFTY | {"logits": None}, sequence=4096).fits(in_parts) == "only with logits in 8 parts"
     assert plain.fits(plain.peak_bytes_a_device - 1) == "perhaps"  # XLA chooses the dtype of scores
+
+
+def test_a_program_fits_exactly_if_it_has_the_choices_of_a_way_that_a_plan_names():
+    anything, answers = plan_of(**OPEN), set()
+    for limit in [peak.most for peak in anything._peaks]:
+        answer = anything.fits(limit + anything.total_bytes_a_device)
+        answers.add(answer)
+        ways = [re.split(", | and ", way) for way in answer.removeprefix("only with ").split(", or with ")]
+        for peak in anything._peaks if answer.startswith("only") else ():
+            named = any(all(choice in str(peak.program) for choice in way) for way in ways)
+            assert named == (peak.most <= limit), (answer, peak.program)
+    assert "or with" in str(answers)
+
+
+@pytest.mark.parametrize("wrong", [{"batch": -1}, {"batch": 0.5}, {"sequence": 0}, {"heads": 0}], ids=str)
+def test_a_plan_refuses_counts_that_are_none(wrong):
+    with pytest.raises(ValueError, match=f"`memory_plan`: `{next(iter(wrong))}` must be an integer of at least"):
+        plan_of(**wrong)
 
 
 @pytest.mark.parametrize(

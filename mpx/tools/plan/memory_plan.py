@@ -6,6 +6,7 @@ for any optimizer and any wrapper.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
@@ -38,7 +39,7 @@ class MemoryPlan(Result):
 
     rows: tuple[PlanRow, ...]  # one for each field of the optimizer state, and one for all scalars
     parameters: int  # the number of trained elements
-    step: str  # whose peak is planned; empty for a batch of 0
+    step: str  # whose peak is planned; empty for a batch of 0, and without matrices
     _peaks: tuple[Peak, ...]  # of all programs that this step may be
     devices: int = 1  # of the mesh; 1 without a mesh
     gathered_bytes_a_parameter: float = 0.0  # of new parameters of `zero1`, or of weights, for either pass
@@ -95,8 +96,8 @@ class MemoryPlan(Result):
     def fits(self, memory_bytes: float) -> str:
         """Return whether a device with so many bytes can run the step.
 
-        It is `"yes"`, whatever the program, or `"no"`; `"only with ..."`, followed by what a program must have; or
-        `"perhaps"`, where XLA's choices decide.
+        It is `"yes"`, whatever the program, or `"no"`; `"only with ..."`, followed by what makes a program fit for
+        certain, in each way there is; or `"perhaps"`, where XLA's choices decide.
         """
         if self.peak_bytes_a_device <= memory_bytes or self.least_peak_bytes_a_device > memory_bytes:
             return "yes" if self.peak_bytes_a_device <= memory_bytes else "no"
@@ -104,10 +105,13 @@ class MemoryPlan(Result):
         fit = {peak.program: peak.most <= free for peak in self._peaks}
         if len(fit) == 1 or not any(fit.values()):
             return "perhaps"
-        plainest = min((program for program in fit if fit[program]), key=sum)
-        others = {name: plainest._replace(**{name: not chosen}) for name, chosen in plainest._asdict().items()}
-        needed = [name for name, other in others.items() if not fit.get(other, True)] or list(CHOICES)
-        return f"only with {peaks.listed(CHOICES[name][getattr(plainest, name)] for name in needed)}"
+        ways: list[tuple[tuple[str, bool], ...]] = []  # choices with which all programs fit, and none of which can go
+        for count in range(1, len(CHOICES) + 1):
+            for way in itertools.combinations([(name, x) for name in CHOICES for x in (True, False)], count):
+                fits = [fit[program] for program in fit if {*way} <= program._asdict().items()]
+                if fits and all(fits) and not any({*shorter} <= {*way} for shorter in ways):
+                    ways.append(way)
+        return f"only with {', or with '.join(peaks.listed(CHOICES[name][x] for name, x in way) for way in ways)}"
 
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
@@ -206,7 +210,8 @@ def memory_plan(
     Raises:
         TypeError: if `tx`, `policy` or `mesh` has another type.
         ValueError: if there are no floating-point parameters, a dtype is not floating-point, the mesh has no such axis,
-            `param_specs` do not divide a parameter, or `kept`, `attention` or `logits` is something else.
+            `param_specs` do not divide a parameter, `kept`, `attention` or `logits` is something else, or `batch`,
+            `sequence` or `heads` is no such count.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(1e-3), "bf16", storage="split")
@@ -227,6 +232,9 @@ def memory_plan(
         '103.3 to 251.3 GB'
     """
     tx = _errors.as_transformation(tx, "memory_plan")
+    for name, given, least in (("batch", batch, 0), ("sequence", sequence, 1), ("heads", heads, 1)):
+        if given is not None and not (_errors.is_integer(given) and given >= least):
+            raise ValueError(f"`memory_plan`: `{name}` must be an integer of at least {least}, but got {given!r}.")
     on, along, specs = _layout(mesh, axis, param_specs)
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     specs = parameter_specs(arrays, specs, on, along, "memory_plan")
@@ -273,7 +281,8 @@ def memory_plan(
         written = peaks.programs(attention, logits, checkpoint, scan, kept)
         needed = tuple(peaks.peak_of(program, sizes, peaks.Run(*run)) for program in written)
         tokens = f"{batch:,} x {sequence:,} tokens a device, gradients in {', '.join(dtypes['gradients'])}"
-        step = f"a transformer of {sizes.layers:,} layers of width {sizes.width:,} on {tokens}"
+        if sizes.layers:
+            step = f"a transformer of {sizes.layers:,} layers of width {sizes.width:,} on {tokens}"
     return MemoryPlan(rows, count, step, needed, on.size, *(n / count for n in sent))
 
 
