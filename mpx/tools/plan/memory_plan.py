@@ -129,7 +129,10 @@ class MemoryPlan(Result):
         lines = [(*names, shown(count, unit), digits(count / self.parameters)) for *names, count in parts]
         yield Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
         if self.step:
-            sums = {"peak, with held": (self.least_peak_bytes_a_device, self.peak_bytes_a_device, "")}
+            held, ends = self.total_bytes_a_device, {"peak, with held": self._most}
+            if self._least.program != self._most.program:
+                ends["least peak"] = self._least
+            sums = {term: (held + end.least, held + end.most, "") for term, end in ends.items()}
             needs = (self._most.needs | sums).items()
             rows = [(term, shown(low, unit), shown(high, unit), why) for term, (low, high, why) in needs]
             yield Table(f"Besides, with {self._most.program}", [("needs", "from", "to", "why"), *rows], (1, 2))
@@ -138,9 +141,13 @@ class MemoryPlan(Result):
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
             yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."
 
+    def least_program(self) -> peaks.Program:
+        """Return how the program is written that needs least."""
+        return self._least.program
+
     def of_which_program(self) -> str:
         """Name the program whose peak this is, or those with the least and the most."""
-        least, most = self._least.program, self._most.program
+        least, most = self.least_program(), self._most.program
         ends = f"from {least},\nto {most}" if least != most else f"{most}"
         return f"The peak is that of {self.step}:\n{ends}."
 
