@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -50,5 +51,6 @@ _kept.def_abstract_eval(lambda x, **_: x)
 ad.primitive_jvps[_kept] = lambda primals, tangents, **how: (_kept.bind(*primals, **how), tangents[0])
 ad.primitive_transposes[_kept] = lambda cotangent, _, **how: [cotangent]  # of a function that is linear
 batching.defvectorized(_kept)
+jet.jet_rules[_kept] = lambda primals, series, **how: (_kept.bind(*primals, **how), series[0])
 mlir.register_lowering(_kept, mlir.lower_fun(_rounded_if_asked, multiple_results=False))
 mlir.register_lowering(_kept, mlir.lower_fun(_rounded, multiple_results=False), platform="cpu")

@@ -161,26 +161,27 @@ def plan(
 
 def plan_parts(comparison: PlanComparison, rule: str, model: str, memory: str) -> Iterator[Any]:
     """Yield the table of several recipes, or the parts of one; the code for one that fits; and what tells more."""
-    is_one, limit = len(comparison.plans) == 1, comparison.usable_bytes
+    is_one, limit, found = len(comparison.plans) == 1, comparison.usable_bytes, TARGETS.get(memory)
     if is_one:
         yield from comparison.plans.values()
     if limit is not None or not is_one:
         yield comparison
     if limit is not None:
-        yield (
-            f"Training may use {limit / 1e9:.4g} GB of a device. JAX takes 75% of a GPU, or what the variable "
-            f"{FRACTION} says: {MOST} where nothing else runs."
-        )
+        of_gpu = f" JAX takes 75% of a GPU, or what the variable {FRACTION} says: {MOST} where nothing else runs."
+        yield f"Training may use {limit / 1e9:.4g} GB of a device.{'' if found and found.tpu else of_gpu}"
     fit = [name for name in comparison.plans if comparison.fits.get(name) != "no"]
     if not fit:
-        yield f"Nothing fits. Less is needed with {_LESS}."
+        programs = [plan.least_program() for plan in comparison.plans.values()]
+        cheaper = (("kernel", "--attention kernel"), ("checkpoint", "--checkpoint"))
+        left_out = [f"{switch}, " for name, switch in cheaper if not all(getattr(p, name) for p in programs)]
+        yield f"Nothing fits. Less is needed with {''.join(left_out)}{_LESS}."
     elif limit is not None or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
         recipe = RECIPES.get(get_policy(name).recipe or "")
         key = ", key=jax.random.key(0)" if recipe and recipe.rounds_at_random else ""
         yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)}{key})"
     if any(plan.step for plan in comparison.plans.values()):
-        found, file = TARGETS.get(memory), model.rpartition(":")[0] or "train.py"
+        file = model.rpartition(":")[0] or "train.py"
         target = memory if found and (found.gpu or found.tpu) else "h100"
         yield f"What your own program needs, to the byte: mpx program {file}:step --target {target}"
 

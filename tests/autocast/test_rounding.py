@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import jet
 from jax.scipy.sparse.linalg import gmres
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -105,3 +106,13 @@ def test_a_result_is_small_by_a_devices_part_of_it():
         jax.eval_shape(mapped, rows(8 * n), w)
         seen.append(is_kept(rows(jax.device_count() * n), w))
     assert seen == [True, True, False, False]
+
+
+def test_taylor_series_pass_through():
+    x, terms = normal(0, 16, 128), [normal(1, 16, 128), jnp.zeros((16, 128))]
+    series = lambda fun: jet.jet(fun, (x,), (terms,))
+    fun = lambda x: jnp.tanh(x @ WEIGHT)
+    for found, expected in zip(
+        jax.tree.leaves(series(mpx.autocast(fun, "bf16"))), jax.tree.leaves(series(fun)), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, atol=0.1)

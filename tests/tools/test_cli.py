@@ -230,6 +230,13 @@ def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkey
 def test_where_nothing_fits_it_says_what_needs_less(text_of):
     text = text_of("plan", "70B", "--memory", "80GB")
     assert "Nothing fits. Less is needed with another --recipe, a smaller --batch or --sequence, --kept 8bit, " in text
+    text = text_of("plan", "1B", "--memory", "16GB", "--attention", "xla", "--no-checkpoint")
+    assert "Less is needed with --attention kernel, --checkpoint, another --recipe" in text
+
+
+def test_only_of_a_gpu_does_it_say_that_jax_takes_a_part(text_of):
+    says = {name: "JAX takes 75%" in text_of("plan", "1B", "--memory", name) for name in ("v5e", "h100", "80GB")}
+    assert says == {"v5e": False, "h100": True, "80GB": True}
 
 
 @pytest.mark.parametrize(

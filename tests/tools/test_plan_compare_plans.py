@@ -51,6 +51,14 @@ def test_the_table_adds_up_and_says_what_fits(memory, header, cells):
     assert lines[1].split() == ["bf16-masters", *cells]
 
 
+def test_a_recipe_whose_peak_is_that_of_another_program_is_named_with_it():
+    plans = compare_plans(7 * 10**9, recipes=["bf16-split", "f16-scaled", "f32"])
+    least, f32 = str(plans).split("\n\n")[1:]
+    assert least.endswith(f" tokens a device:\n{plans.plans['bf16-split'].ends()}.")
+    assert f32 == f"With f32 it is:\n{plans.plans['f32'].ends()}."
+    assert "it is:" not in str(compare_plans(7 * 10**9, recipes=["bf16-split", "f16-scaled"]))
+
+
 def test_what_fits_is_decided_by_the_peak():
     plan = compare_plans(10**9, recipes=["bf16-split"]).plans["bf16-split"]
     fits = lambda limit: compare_plans(10**9, recipes=["bf16-split"], usable_bytes=limit)

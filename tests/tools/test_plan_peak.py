@@ -161,6 +161,19 @@ def test_a_plan_names_the_program_whose_peak_it_gives():
     ]
 
 
+def test_the_terms_add_up_to_the_peak_below_them_and_the_least_peak_has_a_row_of_its_own():
+    table = str(plan_of(**OPEN)).split("\n\n")[1]
+    rows = {row[:20].strip(): [float(x) for x in row[20:].split()[:2]] for row in table.splitlines()[2:]}
+    plan, unit = plan_of(**OPEN), 1e6
+    assert rows["least peak"][0] == pytest.approx(plan.least_peak_bytes_a_device / unit, rel=1e-3)
+    peak = rows.pop("peak, with held")
+    del rows["least peak"]
+    held = plan.total_bytes_a_device / unit
+    for end in (0, 1):
+        assert held + sum(row[end] for row in rows.values()) == pytest.approx(peak[end], rel=1e-2)
+    assert "least peak" not in str(plan_of())
+
+
 def test_a_plan_says_with_what_it_fits():
     anything, plain, thrifty = plan_of(**OPEN), plan_of(**PLAIN), plan_of(**THRIFTY)
     assert anything.fits(anything.peak_bytes_a_device) == "yes"

@@ -63,7 +63,11 @@ class PlanComparison(Result):
         for answer in sorted({fits for fits in self.fits.values() if " " in fits}):
             yield f"{', '.join(name for name, fits in self.fits.items() if fits == answer)}: {answer}."
         if has_peak:
-            yield next(iter(plans)).of_which_program()
+            ends = {name: plan.ends() for name, plan in self.plans.items()}
+            first, *others = dict.fromkeys(ends.values())
+            yield f"The peak is that of {next(iter(plans)).step}:\n{first}."
+            for other in others:
+                yield f"With {', '.join(name for name, end in ends.items() if end == other)} it is:\n{other}."
         if is_sharded:
             yield "Sends: bytes a parameter and step, of weights that are gathered and gradients that devices add up."
 

@@ -133,20 +133,27 @@ class MemoryPlan(Result):
         lines = [(*names, shown(count, unit), digits(count / self.parameters)) for *names, count in parts]
         yield Table(self.title(unit), [("part", "kind", "dtype", unit[0], "a param"), *lines], (3, 4))
         if self.step:
-            sums = {"peak, with held": (self.least_peak_bytes_a_device, self.peak_bytes_a_device, "")}
+            held, ends = self.total_bytes_a_device, {"peak, with held": self._most}
+            if self._least.program != self._most.program:
+                ends["least peak"] = self._least
+            sums = {term: (held + end.least, held + end.most, "") for term, end in ends.items()}
             needs = (self._most.needs | sums).items()
             rows = [(term, shown(low, unit), shown(high, unit), why) for term, (low, high, why) in needs]
             yield Table(f"Besides, with {self._most.program}", [("needs", "from", "to", "why"), *rows], (1, 2))
-            yield self.of_which_program()
+            dtypes = ", ".join(next(row.dtypes for row in self.rows if row.kind == "gradients"))
+            yield f"The peak is that of {self.step}, gradients in {dtypes}:\n{self.ends()}."
         if self.devices > 1:
             gathered, summed = digits(self.gathered_bytes_a_parameter), digits(self.summed_bytes_a_parameter)
             yield f"A step gathers {gathered} bytes a parameter, and adds up {summed} of gradients over devices."
 
-    def of_which_program(self) -> str:
+    def least_program(self) -> peaks.Program:
+        """Return how the program is written that needs least."""
+        return self._least.program
+
+    def ends(self) -> str:
         """Name the program whose peak this is, or those with the least and the most."""
-        least, most = self._least.program, self._most.program
-        ends = f"from {least},\nto {most}" if least != most else f"{most}"
-        return f"The peak is that of {self.step}:\n{ends}."
+        least, most = self.least_program(), self._most.program
+        return f"from {least},\nto {most}" if least != most else f"{most}"
 
     def title(self, unit: Unit) -> str:
         """Return the title of a table of bytes in some unit."""
@@ -227,7 +234,7 @@ def memory_plan(
         held                                         14.68    14.00
         >>> plan = memory_plan(8_000_000_000, tx, "bf16")
         >>> plan.step
-        'a transformer of 32 layers of width 4,096 on 1 x 4,096 tokens a device, gradients in bfloat16'
+        'a transformer of 32 layers of width 4,096 on 1 x 4,096 tokens a device'
         >>> f"{plan.least_peak_bytes_a_device / 1e9:.1f} to {plan.peak_bytes_a_device / 1e9:.1f} GB"
         '103.3 to 251.3 GB'
     """
@@ -280,8 +287,8 @@ def memory_plan(
         run = (batch * sequence, sequence, kept, largest.dtype.itemsize, summed.itemsize, gradient, devices, update)
         written = peaks.programs(attention, logits, checkpoint, scan, kept)
         needed = tuple(peaks.peak_of(program, sizes, peaks.Run(*run)) for program in written)
-        tokens = f"{batch:,} x {sequence:,} tokens a device, gradients in {', '.join(dtypes['gradients'])}"
         if sizes.layers:
+            tokens = f"{batch:,} x {sequence:,} tokens a device"
             step = f"a transformer of {sizes.layers:,} layers of width {sizes.width:,} on {tokens}"
     return MemoryPlan(rows, count, step, needed, on.size, *(n / count for n in sent))
 
