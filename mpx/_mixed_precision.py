@@ -184,11 +184,12 @@ def _checked_at_init(
     """Cast the variables of a model of NNX; refuse other parameters that nobody has cast, or that a wrapper widened."""
     narrow = lambda tree: any(map(_trees.is_narrower, jax.tree.leaves(tree)))
     as_stored = lambda tree: policy.cast_to(np.dtype(policy.param_dtype), tree)
+    is_uncast = lambda params: not narrow(params) and narrow(as_stored(_trees.shapes_of(params)))
 
     def init_fn(params):
-        if narrow(as_stored(_trees.shapes_of(params))) and not narrow(params):
+        if is_uncast(params):
             _cast_variables(params, as_stored)
-        if narrow(as_stored(_trees.shapes_of(params))) and not narrow(params):
+        if is_uncast(params):
             raise ValueError(
                 f"`mixed_precision`: the policy {policy_text(policy)!r} stores parameters below float32, but all of "
                 "those given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`. If they "

@@ -72,7 +72,7 @@ class MemoryPlan(Result):
 
     @property
     def peak(self) -> dict[str, tuple[int, int, str]]:
-        """What a device needs besides at the peak of the program that may need most: least and most bytes, and why."""
+        """Return what the program that may need most needs besides at its peak: least and most bytes, and why."""
         return self._most.needs
 
     @property

@@ -52,7 +52,7 @@ class Program(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """What a device needs at the peak of a program, beside what it holds."""
+    """Holds what a device needs at the peak of a program, beside what it holds all the time."""
 
     program: Program
     least: int  # bytes that it needs for certain
@@ -61,7 +61,7 @@ class Peak(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a step computes with."""
+    """Holds what a step computes with."""
 
     tokens: int  # of a device
     sequence: int  # tokens of a sequence
@@ -154,13 +154,16 @@ def programs(attention: Any, logits: Any, checkpoint: bool | None, scan: bool | 
             _errors.require_choice(get_args(choices), given, f"`memory_plan`: `{name}`")
     if kept is not None and checkpoint is False:
         raise ValueError("`memory_plan`: `kept` says what a checkpoint keeps, but `checkpoint` is False.")
-    kernel, parts = attention and attention == "kernel", logits and logits == "parts"
+    kernel = None if attention is None else attention == "kernel"
+    parts = None if logits is None else logits == "parts"
     given = (kernel, parts, checkpoint if kept is None else True, scan)
     return [Program._make(x) for x in itertools.product(*((True, False) if x is None else (x,) for x in given))]
 
 
 def peak_of(program: Program, sizes: Sizes, run: Run) -> Peak:
     """Return what a device needs at the moment of a program at which it may need most."""
+    if not sizes.layers:
+        return Peak(program, 0, 0, {})
     kernel, parts, checkpoint, scan = program
     layers, width, hidden, ups, heads, head, in_a_layer = sizes
     tokens, sequence, kept, n, wide, gradient, devices, update = run
@@ -204,6 +207,4 @@ def peak_of(program: Program, sizes: Sizes, run: Run) -> Peak:
     rows = [{term: (*np.broadcast_to(x, 2).astype(int).tolist(), why) for term, (x, why) in m.items()} for m in moments]
     sums = [tuple(sum(need[i] for need in needs.values()) for i in (0, 1)) for needs in rows]
     least, (most, at) = max(low for low, _ in sums), max((high, i) for i, (_, high) in enumerate(sums))
-    if not layers:
-        return Peak(program, 0, 0, {})
     return Peak(program, least, most, {term: need for term, need in rows[at].items() if need[0] or need[1]})

@@ -241,11 +241,11 @@ def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
     for instruction, kernel in _sent(step, "all-gather", "all-to-all"):
         for array in arrays_of(instruction, step.uses):
             size, dtype = _part_of(kernel, array.shapes[:1], kernel.shapes), narrowed_to(array, step.uses)
-            if array.shapes[0].dtype == "f32" and dtype is not None:
+            if array.shapes[0].dtype != "f32":
+                continue
+            if dtype is not None:
                 rounded.append((kernel, size // 2, dtype))
-            elif (
-                array.shapes[0].dtype == "f32" and kernel.operation == "all-gather" and id(instruction) not in of_rules
-            ):
+            elif kernel.operation == "all-gather" and id(instruction) not in of_rules:
                 others.append((kernel, size, ""))
     yield from _worth_a_word(
         rounded,
