@@ -71,7 +71,13 @@ SLOW = {
     "48 layers": case(but(GPT, width=1600, layers=48, hidden=6400, batch=4, scan=True, checkpoint=True)),
 }
 # What XLA chooses: in which layout or dtype it keeps what, and when devices add gradients up.
-HAVE_ENDS = {"32k tokens", "1.4B on 8", "13B on 8", "rows of 11,008 on 8", *(name for name in CASES | SLOW if "unrolled" in name)}
+HAVE_ENDS = {
+    "32k tokens",
+    "1.4B on 8",
+    "13B on 8",
+    "rows of 11,008 on 8",
+    *(name for name in CASES | SLOW if "unrolled" in name),
+}
 
 
 def written(m: Model) -> dict[str, Any]:

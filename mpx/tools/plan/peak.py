@@ -214,7 +214,11 @@ def _moments(program: Program, sizes: Sizes, run: Run, end: Literal[0, 1]) -> li
         freed,
         ("kept by layers", sizes.layers * run.tokens * a_token, f"{sizes.layers} layers x {a_token:,} a token"),
         ("whole gradients", end * run.wide * weights * (is_sharded and not is_scan), "devices may sum them at the end"),
-        ("second layout", end * run.wide * weights * (is_sharded and is_scan) // run.devices, "of gradients or weights"),
+        (
+            "second layout",
+            end * run.wide * weights * (is_sharded and is_scan) // run.devices,
+            "of gradients or weights",
+        ),
         ("head's gradient", (8 - n) * head * program.parts / added_up, "in float32, twice: a sum over parts"),
     ]
     at_logits: list[Need] = [
