@@ -204,8 +204,8 @@ def _checked(tx: optax.GradientTransformationExtraArgs, policy: Policy) -> optax
     def update_fn(updates, state, params=None, **extra_args):
         require_cast(
             params,
-            "Those that `init` got were cast. `jax.jit(tx.init)` casts copies of the variables of an NNX model, not the "
-            "model: call `init` outside of `jax.jit`, or inside of `nnx.jit`. `equinox.apply_updates` widens parameters: "
+            "Those that `init` got were cast. `jax.jit(tx.init)` casts copies of the variables of an NNX model, not "
+            "the model: call `init` outside of `jax.jit`, or inside of `nnx.jit`. `equinox.apply_updates` widens them: "
             "see `updates_in_param_dtype`.",
         )
         return tx.update(updates, state, params, **extra_args)

@@ -66,9 +66,7 @@ def test_a_model_of_nnx_whose_copies_were_cast_by_a_jitted_init_is_refused_at_it
     model = nnx.Linear(128, 64, rngs=nnx.Rngs(0))
     params = nnx.state(model, nnx.Param)
     state = jax.jit(tx.init)(params)
-    with pytest.raises(
-        ValueError, match="`mixed_precision`: .*`jax.jit\\(tx.init\\)` casts copies.* inside of `nnx.jit`"
-    ):
+    with pytest.raises(ValueError, match=r"`mixed_precision`: .*`jax.jit\(tx.init\)` casts copies.*`nnx.jit`"):
         tx.update(params, state, params)
     nnx.jit(lambda model: tx.init(nnx.state(model, nnx.Param)))(model)
     assert model.kernel[...].dtype == mpx.get_policy(recipe).param_dtype

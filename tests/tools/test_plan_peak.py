@@ -208,7 +208,7 @@ def test_a_plan_refuses_counts_that_are_none(wrong):
 
 
 def test_heads_divide_the_width():
-    with pytest.raises(ValueError, match="`memory_plan`: 33 heads do not divide the width, which is 256."):
+    with pytest.raises(ValueError, match="`memory_plan`: 33 heads do not divide the width, which is 256"):
         plan_of(heads=33)
 
 

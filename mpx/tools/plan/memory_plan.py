@@ -269,8 +269,6 @@ def memory_plan(
         shapes = peaks.shapes_of(count) if _errors.is_integer(model) else [p.shape for _, _, p, _ in weights]
         is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
         sizes, devices = peaks.sizes_of(shapes, heads), on.size if is_gathered else 1
-        if sizes.layers and heads and sizes.width % heads:
-            raise ValueError(f"`memory_plan`: {heads} heads do not divide the width, which is {sizes.width:,}.")
         dtypes = {row.kind: row.dtypes for row in rows}
         # XLA may write what is stored in blocks, or in 24 bits, in float32 first.
         rounded = 8 if "uint8" in dtypes.get("low bits", ()) else 4 * ("scales of blocks" in dtypes)

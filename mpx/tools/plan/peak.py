@@ -129,6 +129,8 @@ def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Siz
     outside = (math.prod(matrix) for matrix in times if matrix not in in_layers)
     # Flax has an axis of heads: `[width, heads, size]`, `[heads, size, width]`.
     of_flax = [n for *_, n, size, last in (shape for shape in shapes if len(shape) > 2) if n * size == last == width]
+    if heads and layers and width % heads:
+        raise ValueError(f"`memory_plan`: {heads} heads do not divide the width, which is {width:,}.")
     heads = heads or next(iter(of_flax), None)
     return Sizes(
         layers,
@@ -170,7 +172,7 @@ def programs(attention: Any, logits: Any, checkpoint: bool | None, scan: bool | 
 
 
 def ways_to_fit(peaks: Sequence[Peak], free: float) -> list[str]:
-    """Name the choices with which every program fits, in each way of which no choice can go; none if nothing is open."""
+    """Name the choices with which all programs fit, in each way of which no choice can go; none if nothing is open."""
     ways: list[tuple[tuple[str, bool], ...]] = []
     choices = [(name, chosen) for name in CHOICES for chosen in (True, False)] if len(peaks) > 1 else []
     for way in (way for count in range(len(CHOICES)) for way in itertools.combinations(choices, count + 1)):
@@ -207,18 +209,15 @@ def _moments(program: Program, sizes: Sizes, run: Run, end: Literal[0, 1]) -> li
     scores = 0 if program.kernel else heads * run.sequence
     parts, is_scan, is_sharded = PARTS if program.parts else 1, program.scan, run.devices > 1
     added_up = 1 if end else run.devices  # XLA adds a gradient up for each device's part, or whole
+    twice = end * run.wide * weights * is_sharded
     at_work = run.tokens if program.checkpoint else run.tokens / 2  # a layer keeps the other half
 
     freed = ("gradients freed", 0 if end or is_scan else -run.gradient * weights, "XLA may use each at once")
     always: list[Need] = [
         freed,
         ("kept by layers", sizes.layers * run.tokens * a_token, f"{sizes.layers} layers x {a_token:,} a token"),
-        ("whole gradients", end * run.wide * weights * (is_sharded and not is_scan), "devices may sum them at the end"),
-        (
-            "second layout",
-            end * run.wide * weights * (is_sharded and is_scan) // run.devices,
-            "of gradients or weights",
-        ),
+        ("whole gradients", twice * (not is_scan), "devices may sum them at the end"),
+        ("second layout", twice * is_scan // run.devices, "of gradients or weights"),
         ("head's gradient", (8 - n) * head * program.parts / added_up, "in float32, twice: a sum over parts"),
     ]
     at_logits: list[Need] = [
