@@ -235,9 +235,9 @@ def memory_plan(
             raise ValueError(f"`memory_plan`: `{name}` must be an integer of at least {least}, but got {given!r}.")
     on, along, specs = _layout(mesh, axis, param_specs)
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
-    specs = parameter_specs(arrays, specs, on, along, "memory_plan")
     # Shapes without their shardings, since the plan has a mesh of its own.
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda tree: tree, arrays))
+    specs = parameter_specs(params if mesh is None else arrays, specs, on, along, "memory_plan")
     policy = None if policy is None else as_policy(policy, "memory_plan")
     params = params if policy is None else policy.cast_to_param(params)
     trained, others = _trees.map_unzip(
