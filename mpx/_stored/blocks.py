@@ -125,10 +125,11 @@ def returns_its_operand(eqn: JaxprEqn) -> bool:
 def _unit(shape: tuple[int, ...], block_size: int) -> int:
     """Return how many neighbours of a block lie on one device, however columns are divided; 0 if that is no concern.
 
-    An array whose blocks reach over devices is not sent whole then: only the largest number of each unit is.
+    An array whose blocks reach over devices is not sent whole then: only the largest number of each unit is. TPUs
+    would copy any array for that: 24 bytes a number.
     """
     devices = dividing_devices()
-    if devices == 1 or not shape or shape[-1] % devices:
+    if devices == 1 or not shape or shape[-1] % devices or jax.default_backend() == "tpu":
         return 0
     unit = math.gcd(shape[-1] // devices, block_size)
     return unit if _SMALLEST_UNIT <= unit < block_size and unit % _LANES else 0  # those of 128 lie in tiles
