@@ -43,15 +43,15 @@ def parameters(text: str) -> int:
     return _number(text, _COUNTS, "a number of parameters such as 124M, 7B or 70e9, or file.py:function")
 
 
-def usable_bytes(text: str, fraction: str = "") -> int:
+def usable_bytes(text: str) -> int:
     """Return what JAX takes of a device with a memory of `80GB` or `80 GiB`, or of one that is called `h100`.
 
-    Of a GPU it takes a fraction; if none is given, what the environment says.
+    Of a GPU it takes the fraction that the environment says.
     """
     target, names = TARGETS.get(text.strip().lower()), ", ".join(TARGETS)
     wanted = f"a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30), or one of {names}"
     memory = _number(text, _BYTES, wanted) if target is None else target.memory_bytes
-    part = "1" if target and target.tpu else fraction or os.environ.get(FRACTION, "0.75")
+    part = "1" if target and target.tpu else os.environ.get(FRACTION, "0.75")
     if not re.fullmatch(r"\d*\.?\d+", part) or not float(part):
         raise ValueError(f"The variable {FRACTION} must be a number such as 0.75, but is {part!r}.")
     return int(memory * float(part))

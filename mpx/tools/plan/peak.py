@@ -104,10 +104,8 @@ def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Siz
     The width is the side of most elements. What occurs more often than an embedding and a head is in a layer.
     """
     shapes = [shape for shape in shapes if len(shape) > 1]
-    sides: Counter[int] = Counter()
-    for shape in shapes:
-        sides.update({n: math.prod(shape) for n in shape})
-    width = max(sides, key=lambda n: (sides[n], n), default=1)
+    elements = lambda side: sum(math.prod(shape) for shape in shapes if side in shape)
+    width = max({*itertools.chain(*shapes)}, key=lambda side: (elements(side), side), default=1)
     arrays: dict[tuple[int, int], list[int]] = {}  # of each matrix: how many of them each array holds
     for stacked, matrix in (_matrix(shape, width) for shape in shapes):
         arrays.setdefault(matrix, []).append(stacked)
