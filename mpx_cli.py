@@ -28,15 +28,15 @@ def main() -> None:
     """Run `mpx doctor | plan | explain | program | report`; the installed `mpx` calls this.
 
     Raises:
-        SystemExit: always, with the exit code: 0, 1 after an error or if mpx is not exact, 2 for wrong usage.
+        SystemExit: always, with the exit code: 0, 1 after an error or if mpx is not exact, 2 for what cannot be given.
     """
     try:
         app(prog_name="mpx")
     except Exception as error:
-        from mpx.tools.cli import message_of
+        from mpx.tools.cli import exit_code_of, message_of
 
         typer.echo(f"Error: {message_of(error)}", err=True)
-        raise SystemExit(1) from None
+        raise SystemExit(exit_code_of(error)) from None
 
 
 def _say_version(asked: bool) -> None:
@@ -62,7 +62,7 @@ def _options(
 ) -> None:
     """Mixed-precision training for JAX: examine a machine, plan memory, explain a function, judge a step, or gradients.
 
-    Every command takes --json. An error is one line and exit code 1.
+    Every command takes --json. An error is one line, with exit code 2 for what cannot be given, else 1.
     """
 
 

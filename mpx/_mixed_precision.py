@@ -83,7 +83,7 @@ def mixed_precision(
 
     Parameters come as the policy stores them (`Policy.cast_to_param`). Only a model of Flax NNX may come in float32:
     `init` casts its variables where they are, so that it goes to a trainer that makes models and `nnx.Optimizer`
-    itself.
+    itself. (`jax.jit(tx.init)` casts copies: use `nnx.jit`.)
 
     Args:
         inner: any Optax transformation or chain. Without it this is an element of `chain`.
@@ -101,9 +101,9 @@ def mixed_precision(
         TypeError: if `inner` is not a transformation.
         ValueError: if there is no such recipe or policy; if a recipe needs a key and there is none; if `storage`,
             `key`, `loss_scale` or `axis_name` is given and would do nothing, or `updates_in_param_dtype` without full
-            masters; at `init`, if the policy stores parameters below float32 and all given ones are float32 or wider
-            (and not of NNX), if this stands inside a wrapper that hides them, such as `low_precision_state`, or if a
-            recipe keeps moments in fewer bits and the rule has no moments.
+            masters; at `init` and `update`, if the policy stores parameters below float32 and all given ones are
+            float32 or wider (and not of NNX, at `init`); at `init`, if this stands inside a wrapper that hides them,
+            such as `low_precision_state`, or if a recipe keeps moments in fewer bits and the rule has no moments.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(3e-4), "bf16-split24-8bit", key=jax.random.key(0))
@@ -148,7 +148,7 @@ def mixed_precision(
     elif weights is not None:
         tx = master_weights(tx, storage=weights, key=key, updates_in_param_dtype=updates_in_param_dtype)
     if weights is not None:
-        tx = _checked_at_init(optax.with_extra_args_support(tx), policy)
+        tx = _checked(optax.with_extra_args_support(tx), policy)
     if needs_scaling:
         tx = loss_scaling(tx, loss_scale, axis_name=axis_name)
     if weights is None and not needs_scaling:
@@ -178,27 +178,39 @@ def _with_moments(
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
 
-def _checked_at_init(
-    tx: optax.GradientTransformationExtraArgs, policy: Policy
-) -> optax.GradientTransformationExtraArgs:
+def _checked(tx: optax.GradientTransformationExtraArgs, policy: Policy) -> optax.GradientTransformationExtraArgs:
     """Cast the variables of a model of NNX; refuse other parameters that nobody has cast, or that a wrapper widened."""
     narrow = lambda tree: any(map(_trees.is_narrower, jax.tree.leaves(tree)))
     as_stored = lambda tree: policy.cast_to(np.dtype(policy.param_dtype), tree)
     is_uncast = lambda params: not narrow(params) and narrow(as_stored(_trees.shapes_of(params)))
 
-    def init_fn(params):
-        if is_uncast(params):
-            _cast_variables(params, as_stored)
+    def require_cast(params, remedy):
         if is_uncast(params):
             raise ValueError(
                 f"`mixed_precision`: the policy {policy_text(policy)!r} stores parameters below float32, but all of "
-                "those given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`. If they "
-                "are cast, a wrapper around this hides it (`upcast`, `low_precision_state`, `master_weights`): put "
-                "this around everything else, as in `mixed_precision(low_precision_state(rule, formats), policy)`."
+                f"those given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`. {remedy}"
             )
+
+    def init_fn(params):
+        if is_uncast(params):
+            _cast_variables(params, as_stored)
+        require_cast(
+            params,
+            "If they are cast, a wrapper around this hides it (`upcast`, `low_precision_state`, `master_weights`): put "
+            "this around everything else, as in `mixed_precision(low_precision_state(rule, formats), policy)`.",
+        )
         return tx.init(params)
 
-    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+    def update_fn(updates, state, params=None, **extra_args):
+        require_cast(
+            params,
+            "Those that `init` got were cast. `jax.jit(tx.init)` casts copies of the variables of an NNX model, not "
+            "the model: call `init` outside of `jax.jit`, or inside of `nnx.jit`. `equinox.apply_updates` widens them: "
+            "see `updates_in_param_dtype`.",
+        )
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _cast_variables(params: Any, cast: Callable[[Any], Any]) -> None:

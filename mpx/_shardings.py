@@ -77,11 +77,14 @@ def entries_of(spec: PartitionSpec, count: int) -> list[Any]:
 def part_sharding(sharding: NamedSharding, shape: tuple[int, ...], part: tuple[int, ...]) -> NamedSharding:
     """Return the sharding of what is computed from an array, such as its codes and scales.
 
-    It is sharded like the array if it has the same axes, of which the last may be shorter, else on every device.
+    It is sharded like the array if it has the same axes, of which the last may be shorter. If it has a single one, it
+    is sharded like the first axis of an array that is sharded along no other. Else it is on every device.
     """
-    if len(part) != len(shape) or part[:-1] != shape[:-1]:
-        return NamedSharding(sharding.mesh, PartitionSpec())
     entries = entries_of(sharding.spec, len(shape))
-    if part and part[-1] % parts_at(sharding.mesh, sharding.spec, len(shape) - 1):
+    if len(part) == 1 and not any(entries[1:]):
+        entries = entries[:1]
+    elif len(part) != len(shape) or part[:-1] != shape[:-1]:
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    if part and part[-1] % parts_at(sharding.mesh, sharding.spec, len(entries) - 1):
         entries[-1] = None
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))

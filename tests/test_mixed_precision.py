@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import mpx
 from tests.helpers import assert_same_bits, cases, eight_cpu_devices, unfused
@@ -53,6 +54,22 @@ def test_masters_of_bfloat16_parameters_are_split_unless_full_ones_are_asked_for
     state = mpx.mixed_precision(RULE, f"params={dtype},compute=bf16,output=f32", **options)
     master = optax.tree.get(state.init(params), "master")
     assert master["w"].dtype == stored
+
+
+NARROW = [name for name, recipe in mpx.recipes().recipes.items() if mpx.get_policy(name).param_dtype != np.float32]
+
+
+@pytest.mark.parametrize("recipe", cases(NARROW, ["bf16-split-8bit", "bf16-stochastic"]))
+def test_a_model_of_nnx_whose_copies_were_cast_by_a_jitted_init_is_refused_at_its_first_update(recipe):
+    """`nnx.jit` hands casts back to the model."""
+    tx = mpx.mixed_precision(RULE, recipe, key=jax.random.key(0))
+    model = nnx.Linear(128, 64, rngs=nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    state = jax.jit(tx.init)(params)
+    with pytest.raises(ValueError, match=r"`mixed_precision`: .*`jax.jit\(tx.init\)` casts copies.*`nnx.jit`"):
+        tx.update(params, state, params)
+    nnx.jit(lambda model: tx.init(nnx.state(model, nnx.Param)))(model)
+    assert model.kernel[...].dtype == mpx.get_policy(recipe).param_dtype
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["", "zero1"])

@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from mpx import _trees
+from mpx import _errors, _trees
 from mpx._shardings import entries_of, names_at, parts_at
 
 T = TypeVar("T")
@@ -53,18 +53,40 @@ def place(tree: T, shardings: Any) -> T:
 
 
 def parameter_specs(params: Any, given: Any, mesh: Mesh | AbstractMesh, axis: str, caller: str) -> Any:
-    """Return a tree like the parameters, with the spec of how each is sharded already."""
+    """Return a tree like the parameters, with the spec of how each is sharded already; raise if it cannot be so."""
+    leaves = jax.tree.leaves(params)
+    if leaves and not any(_trees.is_array(p) or isinstance(p, (int, float, complex)) for p in leaves):
+        kind = type(leaves[0]).__name__
+        raise TypeError(f"`{caller}` needs the parameters, or their shapes, but got a tree of {kind}.")
+    where, remedy = "their types say", "A state that is divided like its parameters needs neither `zero1` nor its axis."
     if given is None:
-        return jax.tree.map(_spec_of_type, params)
-    specs = jax.tree.map(lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params)
-    for path, spec in _trees.leaves_by_path(specs).items():
-        used = [name for i in range(len(spec)) for name in names_at(spec, i)]
-        if axis in used or not set(used) <= set(mesh.axis_names):
-            raise ValueError(
-                f"`{caller}`: `param_specs` has {spec} for the parameter {_trees.path_string(path)!r}, but it may name "
-                f"axes of the mesh {mesh.axis_names} other than {axis!r}: parameters are equal along that."
-            )
+        specs = jax.tree.map(_spec_of_type, params)
+    else:
+        where = "`param_specs` says"
+        remedy = "Give one `jax.sharding.PartitionSpec` for all parameters, or a tree of specs like theirs."
+        try:
+            specs = jax.tree.map(lambda spec, subtree: jax.tree.map(lambda _: spec, subtree), given, params)
+        except ValueError as error:
+            raise ValueError(f"`{caller}`: `param_specs` is no prefix of the parameters. {remedy} {error}") from None
+    pairs = zip(_trees.leaves_by_path(params).items(), jax.tree.leaves(specs), strict=True)
+    found = {path: _why_not_sharded(np.shape(p), spec, mesh, axis) for (path, p), spec in pairs}
+    wrong = {path: reason for path, reason in found.items() if reason}
+    _errors.refuse(wrong, f"`{caller}`: parameters cannot be sharded as {where}", remedy, params)
     return specs
+
+
+def _why_not_sharded(shape: tuple[int, ...], spec: Any, mesh: Mesh | AbstractMesh, axis: str) -> str:
+    """Return why a parameter cannot be sharded by a spec in front of an axis; empty if it can."""
+    if not isinstance(spec, PartitionSpec):
+        return f"{type(spec).__name__} is no `jax.sharding.PartitionSpec`"
+    used = [name for i in range(len(spec)) for name in names_at(spec, i)]
+    if not set(used) <= set(mesh.axis_names):
+        return f"{spec}, but the mesh has the axes {mesh.axis_names}"
+    if axis in used:
+        return f"{spec}, but parameters are equal along {axis!r}, which shards their optimizer state"
+    if len(spec) > len(shape) or any(size % parts_at(mesh, spec, i) for i, size in enumerate(shape)):
+        return f"{spec}, which does not divide {list(shape)} evenly"
+    return ""
 
 
 def _spec_of_type(p: Any) -> PartitionSpec:

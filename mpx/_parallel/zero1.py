@@ -14,7 +14,8 @@ from mpx import _errors, _trees
 from mpx._chain import element
 from mpx._parallel.placement import parameter_specs, place, require_axis, sharded_spec, shardings_along, shardings_of
 from mpx._policy import policy_of, with_policy
-from mpx._shardings import in_auto, parts_at
+from mpx._shardings import in_auto, names_at, part_sharding
+from mpx._stored.leaves import is_state
 from mpx._stored.state_format import StoredLeaf, is_stored
 from mpx._writeback import MARK, SENT, applied_value, landing_update
 
@@ -119,6 +120,10 @@ def zero1_shardings(
         axis: as given to `zero1`.
         param_specs: as given to `zero1`.
 
+    Raises:
+        TypeError: if `mesh` is no mesh, or `params` no parameters.
+        ValueError: as `zero1`.
+
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         >>> params = {"w": jax.ShapeDtypeStruct((48, 16), jnp.bfloat16)}
@@ -128,6 +133,8 @@ def zero1_shardings(
         data
     """
     require_axis(mesh, axis, "zero1_shardings")
+    if is_state(params) and not is_state(opt_state):
+        raise TypeError("`zero1_shardings` takes the parameters first: `zero1_shardings(params, opt_state, mesh)`.")
     specs = parameter_specs(params, param_specs, mesh, axis, "zero1_shardings")
     own = {path: (np.shape(p), spec) for path, p, spec in _with_specs(params, specs)}
     boxes = jax.tree.leaves_with_path(params, is_leaf=_trees.is_box)  # a stored leaf stands in place of a box
@@ -148,13 +155,12 @@ def zero1_shardings(
 
 
 def _sharding_of_stored(leaf: StoredLeaf, found: NamedSharding, axis: str) -> StoredLeaf:
-    """Shard codes and scales like the array, if each device then has whole rows or blocks."""
+    """Shard codes and scales like the array, where each device then has whole rows or blocks."""
 
     def sharding_of(part):
-        same_rows = len(part.shape) == len(leaf.shape) and part.shape[:-1] == leaf.shape[:-1]
-        if same_rows and not any(size % parts_at(found.mesh, found.spec, i) for i, size in enumerate(part.shape)):
-            return found
-        return NamedSharding(found.mesh, sharded_spec(part.shape, PartitionSpec(), found.mesh, axis))
+        spec = part_sharding(found, leaf.shape, part.shape).spec
+        is_along = any(axis in names_at(spec, i) for i in range(len(spec)))
+        return NamedSharding(found.mesh, spec if is_along else sharded_spec(part.shape, spec, found.mesh, axis))
 
     return jax.tree.map(sharding_of, leaf)
 

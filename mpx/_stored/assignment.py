@@ -68,7 +68,9 @@ def _with_blocks_of(leaf: Any, format: StateFormat, box: Any = None) -> StateFor
     if sharding is None or sharding.is_fully_replicated:
         return format
     # Else a block may reach over two devices, which gathers the leaf at each step.
-    return format.for_shards(sharding.shard_shape(leaf.shape)[-1])
+    rows, *columns = sharding.shard_shape(leaf.shape)
+    is_one_run = columns == [*leaf.shape[1:]]  # of memory, whose blocks may reach over the ends of rows
+    return format.for_shards(rows * math.prod(columns) if is_one_run else columns[-1])
 
 
 def _matches(pattern: str, path: str, role: Role) -> bool:

@@ -17,6 +17,7 @@ from mpx._stored.state_format import StateFormat
 T = TypeVar("T", bound="BlockFormat")
 
 SMALLEST = 16  # numbers in a block, each with a quarter of a byte of the scale
+_SMALLEST_UNIT = 8  # of a block that reaches over devices: of smaller ones too much would be sent
 _SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
 _CACHED = 2**25  # bytes that a second-level cache holds: 40 MiB of an A100, 50 of an H100 and H200, 126 of a B200
 
@@ -39,7 +40,7 @@ class BlockFormat(StateFormat):
         return dataclasses.replace(self, signed=role != "second moment")  # type: ignore[type-var]
 
     def for_shards(self: T, columns: int) -> T:
-        """Return the format with blocks that each lie in a row of one shard; unchanged if they would be too small."""
+        """Return the format with blocks that each lie in one shard; unchanged if they would be too small."""
         size = math.gcd(columns, self.block_size)
         return dataclasses.replace(self, block_size=size) if size >= SMALLEST else self  # type: ignore[type-var]
 
@@ -78,6 +79,9 @@ def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
 def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:
     """Return the largest key (uint32) of each block."""
     of_blocks = scales_shape(keys.shape, block_size)
+    if unit := _unit(keys.shape, block_size):
+        of_units = jnp.max(keys.reshape(*keys.shape[:-1], keys.shape[-1] // unit, unit), axis=-1)
+        return largest_of_blocks(of_units, block_size // unit)
     if tiles := _in_tiles(keys.shape, block_size):
         keys = jnp.max(keys.reshape(tiles), axis=-1)
         return jnp.max(keys.reshape(*of_blocks, block_size // _LANES), axis=-1)
@@ -89,10 +93,13 @@ def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:
 
 def spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
     """Return the scale of each element of an array of this shape."""
+    repeat = lambda x, times: jnp.broadcast_to(x[..., None], (*x.shape, times))
+    if unit := _unit(shape, block_size):
+        of_units = (*shape[:-1], shape[-1] // unit)
+        return repeat(spread(scales, of_units, block_size // unit), unit).reshape(shape)
     is_large = isinstance(scales.nbytes, int) and scales.nbytes > _CACHED  # under `jax.export` a size may be a symbol
     if is_large and not are_several_in_sight():  # to cut an array that is sharded would send it
         scales = in_cached_parts(scales)
-    repeat = lambda x, times: jnp.broadcast_to(x[..., None], (*x.shape, times))
     if tiles := _in_tiles(shape, block_size):
         return repeat(repeat(scales, block_size // _LANES).reshape(tiles[:-1]), _LANES).reshape(shape)
     return repeat(scales, block_size).reshape(-1)[: math.prod(shape)].reshape(shape)
@@ -113,6 +120,19 @@ def in_cached_parts(scales: jax.Array) -> jax.Array:
 def returns_its_operand(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a call of `in_cached_parts`, which a kernel needs not."""
     return eqn.params.get("name") == "in_cached_parts"
+
+
+def _unit(shape: tuple[int, ...], block_size: int) -> int:
+    """Return how many neighbours of a block lie on one device, however columns are divided; 0 if that is no concern.
+
+    An array whose blocks reach over devices is not sent whole then: only the largest number of each unit is. TPUs
+    would copy any array for that: 24 bytes a number.
+    """
+    devices = dividing_devices()
+    if devices == 1 or not shape or shape[-1] % devices or jax.default_backend() == "tpu":
+        return 0
+    unit = math.gcd(shape[-1] // devices, block_size)
+    return unit if _SMALLEST_UNIT <= unit < block_size and unit % _LANES else 0  # those of 128 lie in tiles
 
 
 def _in_tiles(shape: tuple[int, ...], block_size: int) -> tuple[int, ...] | None:

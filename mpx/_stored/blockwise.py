@@ -47,10 +47,12 @@ class Blockwise8bit(BlockFormat):
     half the distance to the next code: a second moment moves in leaps. Training works nevertheless.
     `rounding="stochastic"` follows each member in the mean.
 
-    Each device codes its own shard of an array if the shard has rows of whole blocks. On a mesh of explicit axes
-    `low_precision_state` makes the blocks of a leaf smaller for that. On automatic axes the rows of the array must be
-    whole blocks, of which devices may share one; else all of them gather an array whose columns are divided. So blocks
-    become smaller where a box of Flax names the last axis; otherwise choose a `block_size` that divides it.
+    Each device codes its own shard of an array if whole blocks lie in the shard. On a mesh of explicit axes
+    `low_precision_state` makes the blocks of a leaf smaller where they would not. On automatic axes, where nothing says
+    how an array is divided, the borders of blocks are those of one device: where a block reaches over devices, GPUs
+    send the largest of each 8 numbers or more, if so many divide the columns of a device, and else the array, as TPUs
+    do. Blocks lie in rows where a box of Flax names the last axis; otherwise choose a `block_size` that divides the
+    columns.
 
     Args:
         block_size: numbers that share a scale, a power of two from 16 to 65,536. A leaf is cut into blocks in the order

@@ -60,7 +60,10 @@ class StateFormat(abc.ABC):
         return self
 
     def for_shards(self, columns: int) -> "StateFormat":
-        """Return the format for a leaf whose shards have this many columns, so that each device encodes its own."""
+        """Return the format for a leaf whose shards have this many columns, so that each device encodes its own.
+
+        A shard of whole rows lies in memory in one piece: it counts as one row.
+        """
         return self
 
     def why_unsuitable(self, role: Role, shape: tuple[int, ...]) -> str | None:

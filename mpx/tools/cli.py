@@ -25,7 +25,7 @@ from mpx._dtypes import dtype_or_none
 from mpx._parallel.placement import sharded_spec
 from mpx._policy import get_policy
 from mpx._recipes import RECIPES
-from mpx._tables import Result
+from mpx._tables import Result, digits
 from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
 from mpx.tools.program.targets import TARGETS
@@ -43,23 +43,26 @@ def parameters(text: str) -> int:
     return _number(text, _COUNTS, "a number of parameters such as 124M, 7B or 70e9, or file.py:function")
 
 
-def usable_bytes(text: str, fraction: str = "") -> int:
+def usable_bytes(text: str) -> int:
     """Return what JAX takes of a device with a memory of `80GB` or `80 GiB`, or of one that is called `h100`.
 
-    Of a GPU it takes a fraction; if none is given, what the environment says.
+    Of a GPU it takes the fraction that the environment says.
     """
     target, names = TARGETS.get(text.strip().lower()), ", ".join(TARGETS)
     wanted = f"a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30), or one of {names}"
     memory = _number(text, _BYTES, wanted) if target is None else target.memory_bytes
-    part = 1.0 if target and target.tpu else float(fraction or os.environ.get(FRACTION, 0.75))
-    return int(memory * part)
+    part = "1" if target and target.tpu else os.environ.get(FRACTION, "0.75")
+    if not re.fullmatch(r"\d*\.?\d+", part) or not float(part):
+        raise ValueError(f"The variable {FRACTION} must be a number such as 0.75, but is {part!r}.")
+    return int(memory * float(part))
 
 
 def _number(text: str, units: dict[str, int], wanted: str) -> int:
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d\d?)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in units:
+    number = 0 if match is None else round(float(match[1]) * units.get(match[2], 0))
+    if not 0 < number < 2**63:
         raise ValueError(f"{text!r} is not {wanted}.")
-    return round(float(match[1]) * units[match[2]])
+    return number
 
 
 def shape(text: str) -> jax.ShapeDtypeStruct:
@@ -149,9 +152,11 @@ def plan(
         raise ValueError("--fsdp shards parameters over devices: say over how many, as in --devices 64.")
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     model = evaluate(model)
+    sharded = lambda p: sharded_spec(np.shape(p), PartitionSpec(), mesh, "data")
+    specs = PartitionSpec(*["data"][: devices <= model]) if isinstance(model, int) else jax.tree.map(sharded, model)
+    if devices > 1 and not any(jax.tree.leaves(specs)):
+        raise ValueError(f"--devices {devices}: there is no parameter with an axis that so many devices can divide.")
     if fsdp:
-        sharded = lambda p: sharded_spec(np.shape(p), PartitionSpec(), mesh, "data")
-        specs = PartitionSpec("data") if isinstance(model, int) else jax.tree.map(sharded, model)
         options |= {"mesh": mesh, "axis": None, "param_specs": specs}
     elif devices > 1:
         options |= {"mesh": mesh, "axis": "data"}
@@ -162,10 +167,10 @@ def plan(
 def plan_parts(comparison: PlanComparison, rule: str, model: str, memory: str) -> Iterator[Any]:
     """Yield the table of several recipes, or the parts of one; the code for one that fits; and what tells more."""
     is_one, limit, found = len(comparison.plans) == 1, comparison.usable_bytes, TARGETS.get(memory)
-    if is_one:
-        yield from comparison.plans.values()
-    if limit is not None or not is_one:
-        yield comparison
+    yield from comparison.plans.values() if is_one else [comparison]
+    if limit is not None and is_one:
+        ((name, fits),), largest = comparison.fits.items(), comparison.largest_models
+        yield f"Fits: {fits}. The largest model that fits has {digits(largest[name] / 1e9)}B parameters."
     if limit is not None:
         of_gpu = f" JAX takes 75% of a GPU, or what the variable {FRACTION} says: {MOST} where nothing else runs."
         yield f"Training may use {limit / 1e9:.4g} GB of a device.{'' if found and found.tpu else of_gpu}"
@@ -198,13 +203,22 @@ _PACKAGE = pathlib.Path(__file__).parents[1]
 _NOT_THE_USERS = (_PACKAGE, _PACKAGE.with_name("mpx_cli.py"), pathlib.Path(sysconfig.get_path("stdlib")))
 
 
+def exit_code_of(error: BaseException) -> int:
+    """Return 2 for what cannot be on a command line, 1 for an error in a user's code and for all others."""
+    return 2 if isinstance(error, ValueError) and not _frames_of_the_user(error) else 1
+
+
 def message_of(error: BaseException) -> str:
     """Return an error in one line, with the line of the user's code where it arose, if it did there."""
     text = textwrap.shorten(str(error), 600, placeholder=" ...")
     text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = _frames_of_the_user(error)
     where = [f"{os.path.relpath(frame.filename)}:{frame.lineno} ({frame.name})" for frame in frames[-1:]]
     return ": ".join([*where, text])
+
+
+def _frames_of_the_user(error: BaseException) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
 
 
 def _is_users(file: str) -> bool:

@@ -113,7 +113,7 @@ def programs_of(jaxpr):
 
 
 def test_leaves_of_equal_shape_share_the_program_of_a_kernel():
-    shapes = {"a": (32, 64), "b": (32, 64), "c": (64, 32), "d": (64, 64)}
+    shapes = {"a": (64, 32), "b": (64, 32), "c": (128, 16), "d": (128, 32)}
     count, jaxpr = kernels_of(TX, shapes)
     assert count == 4
     assert programs_of(jaxpr) == 2

@@ -50,6 +50,9 @@ CASES = {
     "gates on 8": case(
         but(GATED, width=2048, layers=16, hidden=8192, batch=2, words=128_256, scan=True, head_size=128), devices=8
     ),
+    "rows of 11,008 on 8": case(  # of which a device has 5.4 blocks
+        but(GATED, width=4096, layers=16, hidden=11_008, batch=1, scan=True, checkpoint=True, head_size=128), devices=8
+    ),
 }
 SLOW = {
     "13B": case(LARGE),
@@ -68,7 +71,13 @@ SLOW = {
     "48 layers": case(but(GPT, width=1600, layers=48, hidden=6400, batch=4, scan=True, checkpoint=True)),
 }
 # What XLA chooses: in which layout or dtype it keeps what, and when devices add gradients up.
-HAVE_ENDS = {"32k tokens", "1.4B on 8", "13B on 8", *(name for name in CASES | SLOW if "unrolled" in name)}
+HAVE_ENDS = {
+    "32k tokens",
+    "1.4B on 8",
+    "13B on 8",
+    "rows of 11,008 on 8",
+    *(name for name in CASES | SLOW if "unrolled" in name),
+}
 
 
 def written(m: Model) -> dict[str, Any]:

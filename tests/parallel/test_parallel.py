@@ -184,10 +184,58 @@ def test_one_spec_serves_all_parameters_below_it_and_those_that_are_sharded_othe
     assert optax.tree.get(state, "mu")["layer"]["v"].sharding.spec == P("data", "model")
     with pytest.raises(ValueError, match=r"'layer/v' is sharded as .*'model'.*but `param_specs` says P.*Give its"):
         mpx.zero1(ADAMW, mesh).init(start)
-    message = r"`zero1`: `param_specs` has .* for the parameter 'layer/v', but it may name axe"
-    for spec in (P("data"), P(("model", "data")), P("expert")):
+
+
+ARRAYS = {"w": np.ones((8, 6), np.float32)}
+STATE = optax.TraceState(ARRAYS)
+OF_ALL = "but parameters are equal along 'data', which shards their optimizer state"
+SPECS_OF_PARAMETERS = {
+    "the axis": (P("data"), OF_ALL),
+    "the axis, too": (P(("model", "data")), OF_ALL),
+    "an axis that the mesh has not": (P("expert"), r"but the mesh has the axes \('data', 'model'\)"),
+    "too long": (P(None, None, "model"), r"which does not divide \[8, 6\] evenly"),
+    "not evenly": (P(None, ("model", "other")), r"which does not divide \[8, 6\] evenly"),
+    "a sharding": (jax.sharding.SingleDeviceSharding, "is no `jax.sharding.PartitionSpec`"),
+    "a name": ("model", "'w': str is no `jax.sharding.PartitionSpec`"),
+    "another tree": ({"v": P("model")}, "is no prefix of the parameters. Give one `jax.sharding.PartitionSpec` for"),
+}
+
+
+@pytest.mark.parametrize("case", SPECS_OF_PARAMETERS)
+def test_specs_that_parameters_cannot_have_are_refused_by_all_that_take_them(case):
+    specs, message = SPECS_OF_PARAMETERS[case]
+    axes = {"data": 2, "model": 2} | ({"other": 2} if case == "not evenly" else {})
+    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    for call in (
+        lambda: mpx.zero1_shardings(ARRAYS, STATE, mesh, param_specs=specs),
+        lambda: mpx.zero1(optax.sgd(0.1), mesh, param_specs=specs).init(ARRAYS),
+        lambda: mpx.memory_plan(ARRAYS, optax.sgd(0.1), mesh=mesh, param_specs=specs),
+    ):
         with pytest.raises(ValueError, match=message):
-            mpx.zero1(ADAMW, mesh, param_specs={"layer": spec}).init(start)
+            call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((STATE, ARRAYS, "mesh"), "takes the parameters first"),
+        ((ADAMW, STATE, "mesh"), "needs the parameters, or their shapes, but got a tree of function"),
+        ((ARRAYS, STATE, P("data")), f"must be a jax.sharding.Mesh, but got {P.__name__}"),
+        (("mesh", ARRAYS, STATE), "must be a jax.sharding.Mesh, but got TraceState"),
+    ],
+)
+def test_arguments_in_another_order_are_refused(arguments, message):
+    mesh = eight_cpu_devices()
+    with pytest.raises(TypeError, match=f"`zero1_shardings`.* {message}"):
+        mpx.zero1_shardings(*(mesh if x == "mesh" else x for x in arguments))
+
+
+def test_parameters_that_are_divided_along_the_axis_already_are_refused():
+    """On explicit axes their types say so; on automatic ones nothing does."""
+    mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu"))
+    w = jax.device_put(ARRAYS["w"], NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=f"cannot be sharded as their types say.*\n  .*{OF_ALL}"):
+        mpx.zero1_shardings(w, optax.TraceState(w), mesh)
 
 
 def model_loss(params, x):

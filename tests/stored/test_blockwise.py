@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from mpx._stored import blocks
-from mpx._stored.blockwise import Blockwise8bit
+from mpx._stored.blockwise import Blockwise4bit, Blockwise8bit
 from tests.helpers import all_eqns, assert_same_bits, assert_same_bits_everywhere
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
@@ -349,3 +351,25 @@ def test_scales_that_are_cut_to_fit_into_a_cache_give_the_same_bits(shape, signe
     monkeypatch.setattr(blocks, "are_several_in_sight", lambda: False)
     assert "concatenate" in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(there_and_back())(x))}
     assert_same_bits(there_and_back()(x), expected)
+
+
+# Many devices.
+
+
+@pytest.mark.parametrize("shape", [(64, 2304), (16, 1600), (2, 8, 192), (320,)], ids=str)
+@pytest.mark.parametrize("format", [Blockwise8bit(), Blockwise4bit(64)], ids=str)
+def test_blocks_that_reach_over_devices_have_the_bits_of_one_device(format, shape):
+    """Of 2,304 columns a device has 288, whose blocks of 256 consist of units of 32: the largest of each is sent."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+    def coded(devices):
+        mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:devices])
+        with jax.set_mesh(mesh):
+            columns = jax.device_put(x, P(*[None] * (len(shape) - 1), "data"))
+            codes, scales = jax.jit(lambda x: format.encode(x))(columns)
+            return jax.tree.map(np.asarray, (codes, scales, jax.jit(format.decode)(codes, scales)))
+
+    divided, whole = coded(8), coded(1)
+    assert_same_bits(divided, whole)
+    of_blocks = np.pad(np.abs(x).reshape(-1), (0, -x.size % format.block_size)).reshape(-1, format.block_size)
+    assert (divided[1].reshape(-1) == of_blocks.max(1)).all()

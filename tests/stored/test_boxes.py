@@ -280,9 +280,9 @@ def test_a_state_that_was_made_without_a_mesh_is_coded_where_it_lies(box, shape,
     assert largest_gather(box, shape, *names) <= math.prod(shape) // 16
 
 
-def test_without_names_blocks_cross_rows_and_a_step_gathers_the_codes():
-    """Negative control for the test above."""
-    assert largest_gather("none", (128, 2, 64), None, None, ("data", "model")) == 128 * 2 * 64
+def test_without_names_blocks_cross_rows_and_a_step_gathers_the_largest_of_each_eight_numbers():
+    """Negative control for the test above. Of 64 columns over eight devices each has eight."""
+    assert largest_gather("none", (128, 2, 64), None, None, ("data", "model")) == 128 * 2 * 64 / 8
 
 
 def test_the_names_of_an_optimizer_state_are_those_of_its_parts_too():

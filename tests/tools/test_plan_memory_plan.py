@@ -207,6 +207,12 @@ def test_nothing_is_run_and_nothing_allocated():
     assert plan.parameters == 81920 * 854492
 
 
+def test_the_plan_of_one_device_does_not_see_how_explicit_axes_divide_a_model():
+    mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu"))
+    w = jax.device_put(jnp.ones((16, 48)), NamedSharding(mesh, P("data")))
+    assert memory_plan(w, ADAMW) == memory_plan(jax.ShapeDtypeStruct((16, 48), jnp.float32), ADAMW)
+
+
 # Parts and tables.
 
 

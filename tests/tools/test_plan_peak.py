@@ -207,6 +207,11 @@ def test_a_plan_refuses_counts_that_are_none(wrong):
         plan_of(**wrong)
 
 
+def test_heads_divide_the_width():
+    with pytest.raises(ValueError, match="`memory_plan`: 33 heads do not divide the width, which is 256"):
+        plan_of(heads=33)
+
+
 @pytest.mark.parametrize(
     ("parameters", "layers", "width"),
     [(1_498e6, 16, 2048), (6_738e6, 32, 4096), (8_030e6, 32, 4096), (70_550e6, 80, 8192), (405_900e6, 126, 16_384)],

@@ -79,8 +79,8 @@ PLAN = [
     (planned(mesh="data"), TypeError, "`mesh` must be a jax.sharding.Mesh, but got str"),
     (planned(mesh=TWO, axis="batch"), ValueError, "none is called 'batch'"),
     (planned(param_specs=P("data")), ValueError, "`param_specs` was given without a `mesh`"),
-    (planned(mesh=TWO, param_specs=P("data")), ValueError, "may name axes of the mesh"),
-    (planned(mesh=TWO_BY_FOUR, param_specs=P("model")), ValueError, "evenly divide the shape"),
+    (planned(mesh=TWO, param_specs=P("data")), ValueError, "but parameters are equal along"),
+    (planned(mesh=TWO_BY_FOUR, param_specs=P("model")), ValueError, "which does not divide"),
     (lambda: planned()().bytes_of("momenta"), ValueError, "`kind` must be 'parameters', .*but got 'momenta'"),
     (compared(optax.adam, None), TypeError, "`compare_plans` needs an Optax"),
 ]

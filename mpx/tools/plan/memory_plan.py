@@ -6,7 +6,6 @@ for any optimizer and any wrapper.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
@@ -26,7 +25,7 @@ from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._tables import Result, Table, Unit, digits, shown, unit_for
 from mpx.tools.plan import peak as peaks
-from mpx.tools.plan.peak import CHOICES, Attention, Kept, Logits, Peak
+from mpx.tools.plan.peak import Attention, Kept, Logits, Peak
 from mpx.tools.plan.rows import KEY, OUTSIDE_STATE, SCALARS, Entry, Kind, PlanRow, entries_of, rows_of, state_entries
 
 _UNSHARDED = "unsharded"  # an axis of one device: a state sharded along it is whole
@@ -99,19 +98,11 @@ class MemoryPlan(Result):
         It is `"yes"`, whatever the program, or `"no"`; `"only with ..."`, followed by what makes a program fit for
         certain, in each way there is; or `"perhaps"`, where XLA's choices decide.
         """
-        if self.peak_bytes_a_device <= memory_bytes or self.least_peak_bytes_a_device > memory_bytes:
-            return "yes" if self.peak_bytes_a_device <= memory_bytes else "no"
         free = memory_bytes - self.total_bytes_a_device
-        fit = {peak.program: peak.most <= free for peak in self._peaks}
-        if len(fit) == 1 or not any(fit.values()):
-            return "perhaps"
-        ways: list[tuple[tuple[str, bool], ...]] = []  # choices with which all programs fit, and none of which can go
-        for count in range(1, len(CHOICES) + 1):
-            for way in itertools.combinations([(name, x) for name in CHOICES for x in (True, False)], count):
-                fits = [fit[program] for program in fit if {*way} <= program._asdict().items()]
-                if fits and all(fits) and not any({*shorter} <= {*way} for shorter in ways):
-                    ways.append(way)
-        return f"only with {', or with '.join(peaks.listed(CHOICES[name][x] for name, x in way) for way in ways)}"
+        if self._most.most <= free or self._least.least > free:
+            return "yes" if self._most.most <= free else "no"
+        ways = peaks.ways_to_fit(self._peaks, free)
+        return f"only with {', or with '.join(ways)}" if ways else "perhaps"
 
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
@@ -217,8 +208,8 @@ def memory_plan(
     Raises:
         TypeError: if `tx`, `policy` or `mesh` has another type.
         ValueError: if there are no floating-point parameters, a dtype is not floating-point, the mesh has no such axis,
-            `param_specs` do not divide a parameter, `kept`, `attention` or `logits` is something else, or `batch`,
-            `sequence` or `heads` is no such count.
+            `param_specs` do not divide a parameter, `kept`, `attention` or `logits` is something else, `batch`,
+            `sequence` or `heads` is no such count, or `heads` do not divide the width.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(1e-3), "bf16", storage="split")
@@ -244,9 +235,9 @@ def memory_plan(
             raise ValueError(f"`memory_plan`: `{name}` must be an integer of at least {least}, but got {given!r}.")
     on, along, specs = _layout(mesh, axis, param_specs)
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
-    specs = parameter_specs(arrays, specs, on, along, "memory_plan")
     # Shapes without their shardings, since the plan has a mesh of its own.
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda tree: tree, arrays))
+    specs = parameter_specs(params if mesh is None else arrays, specs, on, along, "memory_plan")
     policy = None if policy is None else as_policy(policy, "memory_plan")
     params = params if policy is None else policy.cast_to_param(params)
     trained, others = _trees.map_unzip(

@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -60,6 +60,9 @@ class Peak(NamedTuple):
     needs: dict[str, tuple[int, int, str]]  # least and most bytes, and why, at the moment when it may need most
 
 
+Need = tuple[str, float, str]  # a term, its bytes, and why
+
+
 class Run(NamedTuple):
     """Holds what a step computes with."""
 
@@ -101,34 +104,40 @@ def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Siz
     The width is the side of most elements. What occurs more often than an embedding and a head is in a layer.
     """
     shapes = [shape for shape in shapes if len(shape) > 1]
-    sides: Counter[int] = Counter()
-    for shape in shapes:
-        sides.update({n: math.prod(shape) for n in shape})
-    width = max(sides, key=lambda n: (sides[n], n), default=1)
-    found = [n for *_, n, size, last in (shape for shape in shapes if len(shape) > 2) if n * size == last == width]
-    heads = heads or next(iter(found), None)
-    stacks: dict[tuple[int, int], list[int]] = {}  # of each matrix
+    elements = lambda side: sum(math.prod(shape) for shape in shapes if side in shape)
+    width = max({*itertools.chain(*shapes)}, key=lambda side: (elements(side), side), default=1)
+    arrays: dict[tuple[int, int], list[int]] = {}  # of each matrix: how many of them each array holds
     for stacked, matrix in (_matrix(shape, width) for shape in shapes):
-        stacks.setdefault(matrix, []).append(stacked)
-    times = Counter({matrix: sum(found) for matrix, found in stacks.items()})
+        arrays.setdefault(matrix, []).append(stacked)
+    times = Counter({matrix: sum(counts) for matrix, counts in arrays.items()})
+
     once = min(2, max(times.values(), default=1) - 1)  # embedding and head may have one shape
     large = sum(map(math.prod, shapes)) / 100  # a stack of biases is smaller
-    repeated = [matrix for matrix, n in times.items() if n > once and n * math.prod(matrix) > large]
-    in_layers = [stacked for matrix in repeated for stacked in stacks[matrix]]
-    layers = min((len(stacks[matrix]) for matrix in repeated), default=0)
-    if is_scan := statistics.median_low([1, *in_layers]) > 1:
-        layers = min(stacked for stacked in in_layers if stacked > 1)
-    hidden = max((n for n, last in repeated if last == width != n and (width, n) in times), default=width)
-    both = (hidden, width), (width, hidden)
-    experts = max(1, *(n for matrix in both for n in stacks.get(matrix, [1]))) // (layers if is_scan else 1)
+    in_layers = {matrix: n for matrix, n in times.items() if n > once and n * math.prod(matrix) > large}
+    stacks = [stacked for matrix in in_layers for stacked in arrays[matrix]]
+    is_scan = statistics.median_low([1, *stacks]) > 1
+    unrolled = min((len(arrays[matrix]) for matrix in in_layers), default=0)
+    layers = min(stacked for stacked in stacks if stacked > 1) if is_scan else unrolled
+
+    hidden = max((n for n, last in in_layers if last == width != n and (width, n) in times), default=width)
+    perceptron = (hidden, width), (width, hidden)
+    largest = max(stacked for matrix in perceptron for stacked in arrays.get(matrix, [1]))
+    experts = max(1, largest // (layers if is_scan else 1))
+    ups = max(times[matrix] for matrix in perceptron) // max(1, layers * experts)
+    outside = (math.prod(matrix) for matrix in times if matrix not in in_layers)
+    # Flax has an axis of heads: `[width, heads, size]`, `[heads, size, width]`.
+    of_flax = [n for *_, n, size, last in (shape for shape in shapes if len(shape) > 2) if n * size == last == width]
+    if heads and layers and width % heads:
+        raise ValueError(f"`memory_plan`: {heads} heads do not divide the width, which is {width:,}.")
+    heads = heads or next(iter(of_flax), None)
     return Sizes(
         layers,
         width,
         hidden=(hidden, hidden * min(2, experts)),
-        ups=max(times[matrix] for matrix in both) // max(layers * experts, 1) or 1,
+        ups=max(1, ups),
         heads=(heads, heads) if heads else (max(1, width // 128), max(1, width // 64)),
-        head=max((math.prod(matrix) for matrix in times if matrix not in repeated), default=0),
-        in_a_layer=sum(times[matrix] * math.prod(matrix) for matrix in repeated) // max(layers, 1),
+        head=max(outside, default=0),
+        in_a_layer=sum(n * math.prod(matrix) for matrix, n in in_layers.items()) // max(1, layers),
     )
 
 
@@ -160,51 +169,79 @@ def programs(attention: Any, logits: Any, checkpoint: bool | None, scan: bool | 
     return [Program._make(x) for x in itertools.product(*((True, False) if x is None else (x,) for x in given))]
 
 
+def ways_to_fit(peaks: Sequence[Peak], free: float) -> list[str]:
+    """Name the choices with which all programs fit, in each way of which no choice can go; none if nothing is open."""
+    ways: list[tuple[tuple[str, bool], ...]] = []
+    choices = [(name, chosen) for name in CHOICES for chosen in (True, False)] if len(peaks) > 1 else []
+    for way in (way for count in range(len(CHOICES)) for way in itertools.combinations(choices, count + 1)):
+        fit = [peak.most <= free for peak in peaks if {*way} <= peak.program._asdict().items()]
+        if fit and all(fit) and not any({*shorter} <= {*way} for shorter in ways):
+            ways.append(way)
+    return [listed(CHOICES[name][chosen] for name, chosen in way) for way in ways]
+
+
 def peak_of(program: Program, sizes: Sizes, run: Run) -> Peak:
     """Return what a device needs at the moment of a program at which it may need most."""
     if not sizes.layers:
         return Peak(program, 0, 0, {})
-    kernel, parts, checkpoint, scan = program
-    layers, width, hidden, ups, heads, head, in_a_layer = sizes
-    tokens, sequence, kept, n, wide, gradient, devices, update = run
-    hidden, end, sharded = np.array(hidden), np.arange(2), devices > 1  # arrays have both ends
-    scores = np.array(heads) * sequence * (not kernel)
-    if checkpoint:
-        kept_by_layer = _KEPT[kept] * width
-    elif not scan:  # two float32 sums, operands of six products, a float32 derivative; scores in either dtype
-        kept_by_layer = (8 + 6 * n) * width + (n * ups + n + 4) * hidden + (n + np.array([n, 4])) * scores
-    elif n == 4:  # all that JAX saves
-        kept_by_layer = n * (12 * width + 6 * hidden + 2 * scores)
-    else:  # `autocast` saves a sum and results of products; XLA may lay queries, keys and values out again
-        kept_by_layer = (4 + (5 + 3 * end) * n) * width + n * ups * hidden + n * scores
-    at_work = tokens if checkpoint else tokens / 2  # a layer keeps the other half
-    divided = np.array([devices, 1])  # what XLA may add up for each device, or whole
-    weights, words = layers * in_a_layer, head // max(width, 1)
-    logits, of_logits = tokens * words, f"{tokens:,} tokens x {words:,} words"
-    freed = {"gradients freed": ((end - 1) * gradient * weights * (not scan), "XLA may use each at once")}
-    common = freed | {
-        "kept by layers": (layers * tokens * kept_by_layer, f"{layers} layers x {np.max(kept_by_layer):,} a token"),
-        "whole gradients": (end * wide * weights * sharded * (not scan), "devices may sum them at the end"),
-        "second layout": (end * wide * weights * sharded * scan // devices, "of gradients or weights"),
-        "head's gradient": ((8 - n) * head * parts / divided, "in float32, twice: a sum over parts"),
-    }
+    ends = zip(_moments(program, sizes, run, 0), _moments(program, sizes, run, 1), strict=True)
     moments = [
-        common
-        | {
-            "logits": ((4 + n) * logits // (PARTS if parts else 1), f"{of_logits}, in float32 and {8 * n} bits"),
-            "gathered weights": (n * head * sharded, "the head"),
-        },
-        common
-        | {
-            "one layer": (at_work * (2 * n * (ups + 1) * hidden + (12 + 5 * n) * width), "and gradients in it"),
-            "scores": (at_work * n * (3 + end) * scores, f"3 or 4 of {max(heads)} heads x {sequence:,} a token"),
-            "logits": (n * logits * (not parts), f"{of_logits}: their gradient"),
-            "embedding's gradient": ((4 if sharded else 4 - n) * head / divided, "in float32"),
-            "gathered weights": (2 * n * in_a_layer * sharded, "two layers"),
-        },
-        freed | {"update": (end * update, "of the largest array, in float32")},
+        {name: (int(low), int(high), why) for (name, low, _), (_, high, why) in zip(least, most, strict=True)}
+        for least, most in ends
     ]
-    rows = [{term: (*np.broadcast_to(x, 2).astype(int).tolist(), why) for term, (x, why) in m.items()} for m in moments]
-    sums = [tuple(sum(need[i] for need in needs.values()) for i in (0, 1)) for needs in rows]
-    least, (most, at) = max(low for low, _ in sums), max((high, i) for i, (_, high) in enumerate(sums))
-    return Peak(program, least, most, {term: need for term, need in rows[at].items() if need[0] or need[1]})
+    total = lambda needs, end: sum(need[end] for need in needs.values())
+    worst = max(reversed(moments), key=lambda needs: total(needs, 1))
+    needs = {term: need for term, need in worst.items() if need[0] or need[1]}
+    return Peak(program, max(total(needs, 0) for needs in moments), total(worst, 1), needs)
+
+
+def _moments(program: Program, sizes: Sizes, run: Run, end: Literal[0, 1]) -> list[list[Need]]:
+    """Return what is needed at the logits, in the backward pass of a layer, and in the update.
+
+    The end is 0 for what is needed for certain, and 1 for what may be.
+    """
+    weights, head, n = sizes.layers * sizes.in_a_layer, sizes.head, run.narrow
+    words, hidden, heads = head // max(1, sizes.width), sizes.hidden[end], sizes.heads[end]
+    logits, of_logits = run.tokens * words, f"{run.tokens:,} tokens x {words:,} words"
+    a_token = _kept_by_a_layer(program, sizes, run, end)
+    scores = 0 if program.kernel else heads * run.sequence
+    parts, is_scan, is_sharded = PARTS if program.parts else 1, program.scan, run.devices > 1
+    added_up = 1 if end else run.devices  # XLA adds a gradient up for each device's part, or whole
+    twice = end * run.wide * weights * is_sharded
+    at_work = run.tokens if program.checkpoint else run.tokens / 2  # a layer keeps the other half
+
+    freed = ("gradients freed", 0 if end or is_scan else -run.gradient * weights, "XLA may use each at once")
+    always: list[Need] = [
+        freed,
+        ("kept by layers", sizes.layers * run.tokens * a_token, f"{sizes.layers} layers x {a_token:,} a token"),
+        ("whole gradients", twice * (not is_scan), "devices may sum them at the end"),
+        ("second layout", twice * is_scan // run.devices, "of gradients or weights"),
+        ("head's gradient", (8 - n) * head * program.parts / added_up, "in float32, twice: a sum over parts"),
+    ]
+    at_logits: list[Need] = [
+        ("logits", (4 + n) * logits // parts, f"{of_logits}, in float32 and {8 * n} bits"),
+        ("gathered weights", n * head * is_sharded, "the head"),
+    ]
+    in_a_layer: list[Need] = [
+        ("one layer", at_work * (2 * n * (sizes.ups + 1) * hidden + (12 + 5 * n) * sizes.width), "and gradients in it"),
+        ("scores", at_work * n * (3 + end) * scores, f"3 or 4 of {heads} heads x {run.sequence:,} a token"),
+        ("logits", n * logits * (not program.parts), f"{of_logits}: their gradient"),
+        ("embedding's gradient", (4 if is_sharded else 4 - n) * head / added_up, "in float32"),
+        ("gathered weights", 2 * n * sizes.in_a_layer * is_sharded, "two layers"),
+    ]
+    in_update: list[Need] = [freed, ("update", end * run.update, "of the largest array, in float32")]
+    return [always + at_logits, always + in_a_layer, in_update]
+
+
+def _kept_by_a_layer(program: Program, sizes: Sizes, run: Run, end: Literal[0, 1]) -> int:
+    """Return the bytes of a token that a layer keeps for its backward pass."""
+    width, hidden, ups, n = sizes.width, sizes.hidden[end], sizes.ups, run.narrow
+    scores = 0 if program.kernel else sizes.heads[end] * run.sequence
+    if program.checkpoint:
+        return _KEPT[run.kept] * width
+    if not program.scan:  # two float32 sums, operands of six products, a float32 derivative; scores in either dtype
+        return (8 + 6 * n) * width + (n * ups + n + 4) * hidden + (n + (4 if end else n)) * scores
+    if n == 4:  # all that JAX saves
+        return n * (12 * width + 6 * hidden + 2 * scores)
+    # `autocast` saves a sum and results of products; XLA may lay queries, keys and values out again.
+    return (4 + (5 + 3 * end) * n) * width + n * ups * hidden + n * scores

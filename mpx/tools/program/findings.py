@@ -292,7 +292,7 @@ def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
     if any(jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1 for x in step.arguments):
         yield from _worth_a_word(
             [(kernel, size(kernel), "") for _, kernel in _sent(step, "all-gather") if size(kernel)],
-            "Devices gather an optimizer state in 8 bits, whose blocks reach over several of them",
+            "Devices gather numbers of an optimizer state in 8 bits, whose blocks reach over several of them",
             "Give `block_size` a divisor of the columns that a device has, or use a mesh of explicit axes.",
             step.least_bytes,
         )
