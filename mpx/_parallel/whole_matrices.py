@@ -66,6 +66,7 @@ def whole_matrices(
         A transformation with the state of `inner`.
 
     Raises:
+        TypeError: if `axis` is no name, or names.
         ValueError: at `update`, if the mesh has no such axis; if the rule multiplies matrices of several leaves with
             each other, or mixes those of a stack between its products; inside `jax.shard_map`.
 
@@ -85,7 +86,9 @@ def whole_matrices(
         sent = _errors.require_one_of((jnp.dtype(jnp.bfloat16), np.dtype(np.float32)), sent, "`whole_matrices`: `sent`")
     multiply = (lambda fun: fun) if products is None else (lambda fun: autocast(fun, products))
     multiply(len)  # so that a wrong setting raises here
-    names = (axis,) if isinstance(axis, str) else axis if axis is None else tuple(axis)
+    names = (axis,) if isinstance(axis, str) else axis
+    if not (names is None or isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)):
+        raise TypeError(f"`whole_matrices`: `axis` must be a name of a mesh's axis, or several, but got {axis!r}.")
 
     def update_fn(updates, state, params=None, **extra_args):
         params = None if params is None else _errors.trained(params, updates)

@@ -421,6 +421,8 @@ def test_a_mesh_that_is_manual_or_lacks_the_axis_is_refused():
         step(params)
     with pytest.raises(ValueError, match=r"this is inside `jax.shard_map` over 'data'"):
         jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), params)
+    with pytest.raises(TypeError, match=r"`axis` must be a name of a mesh's axis, or several, but got Mesh"):
+        mpx.whole_matrices(CUBES, axis=mesh)
 
 
 # ---- precision
