@@ -86,8 +86,8 @@ def whole_matrices(
         sent = _errors.require_one_of((jnp.dtype(jnp.bfloat16), np.dtype(np.float32)), sent, "`whole_matrices`: `sent`")
     multiply = (lambda fun: fun) if products is None else (lambda fun: autocast(fun, products))
     multiply(len)  # so that a wrong setting raises here
-    names = axis if axis is None or isinstance(axis, (tuple, list)) else (axis,)
-    if not all(isinstance(name, str) for name in names or ()):
+    names = (axis,) if isinstance(axis, str) else axis
+    if not (names is None or (isinstance(names, Sequence) and all(isinstance(name, str) for name in names))):
         raise TypeError(f"`whole_matrices`: `axis` must be a name of a mesh's axis, or several, but got {axis!r}.")
 
     def update_fn(updates, state, params=None, **extra_args):
