@@ -116,17 +116,18 @@ def _is_of_variables(node: Any) -> bool:
 
 
 def is_box(node: Any) -> bool:
-    """Return whether a node is a box of Flax around one array: a variable of NNX, or a box of Linen."""
-    return _is_of_flax(node, "Variable", "AxisMetadata")
+    """Return whether a node is a box around one array: a variable of NNX, a box of Linen, a named array of Haliax."""
+    return _is_of_library(node, "Variable", "AxisMetadata", "NamedArray")
 
 
 def _is_statistic(node: Any) -> bool:
-    return _is_of_flax(node, "BatchStat")
+    return _is_of_library(node, "BatchStat")
 
 
-def _is_of_flax(node: Any, *names: str) -> bool:
-    """Return whether a node is of one of these classes of Flax, which need not be installed."""
-    return any(kind.__module__.startswith("flax.") and kind.__name__ in names for kind in type(node).__mro__)
+def _is_of_library(node: Any, *names: str) -> bool:
+    """Return whether a node is of one of these classes of Flax or Haliax, which need not be installed."""
+    is_of = lambda kind: kind.__module__.startswith(("flax.", "haliax.")) and kind.__name__ in names
+    return any(map(is_of, type(node).__mro__))
 
 
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:

@@ -252,8 +252,9 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
     what = "`convert_state`: `opt_state` is not a state of `tx` for these parameters"
     remedy = (
         "Pass the transformation that made it, and the parameters that it trains: for Flax NNX "
-        "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`. If it was restored from a checkpoint without its "
-        "types, restore it into `jax.eval_shape(tx.init, params)`."
+        "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`, for Equinox `eqx.filter(model, "
+        "eqx.is_inexact_array)`. If it was restored from a checkpoint without its types, restore it into "
+        "`jax.eval_shape(tx.init, params)`."
     )
     _errors.refuse(wrong, what, remedy)
     return opt_state

@@ -14,7 +14,7 @@ from mpx import _errors, _trees
 from mpx._chain import element
 from mpx._parallel.placement import parameter_specs, place, require_axis, sharded_spec, shardings_along, shardings_of
 from mpx._policy import policy_of, with_policy
-from mpx._shardings import in_auto, names_at, part_sharding
+from mpx._shardings import as_in_auto, in_auto, names_at, part_sharding
 from mpx._stored.leaves import is_state
 from mpx._stored.state_format import StoredLeaf, is_stored
 from mpx._writeback import MARK, SENT, applied_value, landing_update
@@ -72,7 +72,8 @@ def zero1(
         _require_whole_arrays()
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         _require_placed_as_said(params, specs)
-        whole = jax.eval_shape(inner.init, _trees.shapes_of(params))  # `start` does not see explicit shardings either
+        with as_in_auto(params):  # as `start` is traced, or blocks would have other sizes
+            whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
         divided = zero1_shardings(params, whole, mesh, axis, param_specs=specs)
         sharded = shardings_along(params, specs, mesh, axis)
         # In one program, so that no device ever holds all of a state.

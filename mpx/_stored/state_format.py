@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -85,8 +86,8 @@ class StoredLeaf:
     - So the format travels with the array, through `jax.jit`, Orbax and shardings.
 
     Attributes:
-        codes: what `format.encode` returned for the array. If Flax keeps the array in a box (an `nnx.Param`), codes and
-            scales are in such boxes, with the names of the axes that they still have.
+        codes: what `format.encode` returned for the array. If the array is in a box (an `nnx.Param`, a `NamedArray` of
+            Haliax), codes and scales are in such boxes, with the names of the axes that they still have.
         scales: the scales of the codes; None if the format has none.
         format: how to decode them.
 
@@ -161,18 +162,21 @@ def _boxed(part: jax.Array, box: Any, array: jax.Array) -> Any:
     if part.shape == array.shape or not _trees.is_box(boxed):
         return boxed
     fitting = {key: _fitting(names, part.shape, array) for key, names in _names_of_axes(boxed).items()}
+    if "axis_names" in fitting:  # of Haliax, which has no axis without a name
+        names = itertools.zip_longest(fitting["axis_names"], range(part.ndim))
+        return dataclasses.replace(boxed, axis_names=tuple(name or f"axis {i}" for name, i in names))
     if fitting:
         return boxed.replace(**fitting)
     return boxed if hasattr(boxed, "get_metadata") else part  # a user's own box without names fits its array only
 
 
 def _names_of_axes(box: Any) -> dict[str, Any]:
-    """Return what a box of Flax says about the axes of its array: names of each, under all keys that have them.
+    """Return what a box says about the axes of its array: names of each, under all keys that have them.
 
     Trainers read other keys than Flax: MaxText takes `sharding_names` where `out_sharding` names nothing.
     """
     if not hasattr(box, "get_metadata"):
-        return {"names": box.names} if hasattr(box, "names") else {}
+        return {key: getattr(box, key) for key in ("names", "axis_names") if hasattr(box, key)}
     metadata = box.get_metadata()
     keys = ("out_sharding", "optimizer_sharding", "sharding_names")
     return {key: metadata[key] for key in keys if metadata.get(key)}

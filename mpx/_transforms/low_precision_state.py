@@ -127,7 +127,10 @@ def low_precision_state(
         wide = _load(state.inner_state, assignment, as_made() if has_boxes else None)
         updates, wide = inner.update(updates, wide, params, **extra_args)
         this_step, next_key = key_of_step(state.key, key)
-        return updates, LowPrecisionState(_store(wide, assignment, this_step, rounding), next_key)
+        stored = _store(wide, assignment, this_step, rounding)
+        if has_boxes:  # names stay as `init` gave them, which may have seen axes that are explicit
+            stored = jax.tree.unflatten(jax.tree.structure(state.inner_state), jax.tree.leaves(stored))
+        return updates, LowPrecisionState(stored, next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

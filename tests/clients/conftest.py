@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 if importlib.util.find_spec("maxtext"):
-    from tests.clients import stand_ins as stand_ins  # for what MaxText and Tunix import and do not use
+    from tests.clients import stand_ins as stand_ins  # for what they import and do not use
 else:
     collect_ignore = ["test_language_models.py"]  # they have an environment of their own: see the README here
 

@@ -1,14 +1,17 @@
-"""Stand in for packages that MaxText and Tunix import, and of which a small training run uses nothing."""
+"""Stand in for packages that MaxText, Tunix and Levanter import, and of which a small training run uses nothing."""
 
 import importlib.abc
 import importlib.machinery
 import sys
 import types
 
-# Tokenizers, readers of data sets, quantization, kernels of TPUs, tables and pictures: 1.5 GB with what they need.
+# Tokenizers, readers of data sets, quantization, kernels of TPUs, clusters, tables and pictures: 1.5 GB with what they
+# need.
 UNUSED = (
-    "PIL", "aqt", "drjax", "grain", "metrax", "ml_collections", "pandas", "pathwaysutils", "perfetto", "qwix",
-    "sentencepiece", "sympy", "tiktoken", "tokamax", "tokenizers", "transformers",
+    "PIL", "aqt", "datasets", "deepdiff", "drjax", "finelog", "finestore", "fray", "git", "grain", "humanfriendly",
+    "iris", "metrax", "ml_collections", "pandas", "pathwaysutils", "perfetto", "pyarrow", "pytimeparse", "qwix",
+    "requests", "rigging", "sentencepiece", "sympy", "tblib", "tiktoken", "tokamax", "tokenizers", "transformers",
+    "wandb", "zephyr",
 )  # fmt: skip
 
 

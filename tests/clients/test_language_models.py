@@ -1,16 +1,24 @@
-"""MaxText's and Tunix's own training loops on eight devices: what recipes need of their users, keep, and reach."""
+"""Training loops of MaxText, Tunix and Levanter on eight devices: what recipes need of their users, keep, and reach."""
 
 import functools
 import json
 import pathlib
 import tempfile
 
+import equinox as eqx
+import haliax
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmExample
+from levanter.tracker import current_tracker
+from levanter.tracker.tracker import NoopTracker
+from levanter.trainer import Trainer, TrainerConfig
 from maxtext.configs import pyconfig
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
@@ -24,6 +32,8 @@ STEPS = 20
 # Bytes a parameter of parameters and AdamW's state. Scales of blocks take 0.03 in 8 bits, more where rows are short.
 BYTES = {
     "bf16-autocast": (12, 12.01),
+    "bf16-autocast, 8-bit state": (6.03, 6.08),
+    "bf16-masters": (14, 14.01),
     "bf16-split": (12, 12.01),
     "bf16-split-8bit": (6.03, 6.08),
     "bf16-split24-4bit": (4.53, 4.6),
@@ -31,9 +41,10 @@ BYTES = {
 }
 
 
-def tx_of(tx, recipe):
+def tx_of(tx, recipe, **options):
     key = jax.random.key(0) if mpx.recipes().recipes[recipe].rounds_at_random else None
-    return mpx.mixed_precision(tx, recipe, key=key, loss_scale=mpx.NoOpLossScale() if recipe == "f16-scaled" else None)
+    loss_scale = mpx.NoOpLossScale() if recipe == "f16-scaled" else None
+    return mpx.mixed_precision(tx, recipe, key=key, loss_scale=loss_scale, **options)
 
 
 def loss_of(loss_fn, recipe):
@@ -97,6 +108,36 @@ def tunix(recipe, folder):
     return nnx.as_pure(nnx.state(model, nnx.Param)), nnx.as_pure(trainer.optimizer.opt_state), losses
 
 
+def levanter(recipe, folder):
+    """Return the same of Levanter's `Trainer`, which adds updates as p + u."""
+    config = LlamaConfig(
+        max_seq_len=32, hidden_dim=512, intermediate_dim=256, num_layers=2, num_heads=4, num_kv_heads=2
+    )  # fmt: skip
+    tx, mp, losses = optax.adamw(1e-3), "f32", []
+    loss_fn = lambda model, example, *, key=None: model.compute_next_token_loss(example, key=key)
+    if recipe == "bf16-autocast, 8-bit state":
+        recipe, tx = "bf16-autocast", mpx.low_precision_state(tx, {"mu|nu": mpx.Blockwise8bit()})
+    elif recipe == "bf16-masters":
+        mp, tx = "p=bf16,c=bf16", tx_of(tx, recipe, updates_in_param_dtype=True)
+    elif recipe is not None:
+        tx = tx_of(tx, recipe)
+    settings = TrainerConfig(
+        mp=jmp.get_policy(mp), id="tiny", train_batch_size=8, num_train_steps=STEPS, load_checkpoint=False,
+        log_jaxprs=False, log_xla_hlo=False,
+    )  # fmt: skip
+    axes = haliax.Axis("batch", 8), config.max_Pos
+    tokens = haliax.named(np.random.default_rng(0).integers(0, 256, (8, 32), np.int32), axes)
+    with current_tracker(NoopTracker()):
+        loss_fn = loss_fn if recipe is None else loss_of(loss_fn, recipe)
+        with Trainer(settings, tx, loss_fn, add_default_hooks=False) as trainer:
+            make = lambda: config.build(haliax.Axis("vocab", 256), key=jax.random.key(1))
+            state = trainer.initial_state(jax.random.key(0), model_init=make)
+            batch = haliax.shard(haliax.vmap(LmExample.causal, axes[0])(tokens), trainer.compute_axis_mapping)
+            for step in trainer.training_steps(state, [batch] * STEPS):
+                losses.append(step.loss)
+    return eqx.filter(step.state.model, eqx.is_inexact_array), step.state.opt_state, losses
+
+
 @functools.cache
 def losses_in_float32(train_by):
     with tempfile.TemporaryDirectory() as folder:
@@ -113,18 +154,29 @@ def numbers(tree):
     return [x for x in jax.tree.leaves(tree) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
 
 
-@pytest.mark.parametrize("recipe", BYTES)
-@pytest.mark.parametrize("train_by", [maxtext, tunix], ids=lambda f: f.__name__)
+RECIPES = {
+    maxtext: ("bf16-autocast", "bf16-split", "bf16-split-8bit", "bf16-split24-4bit", "f16-scaled"),
+    tunix: ("bf16-autocast", "bf16-split", "bf16-split-8bit", "bf16-split24-4bit", "f16-scaled"),
+    levanter: ("bf16-autocast", "bf16-autocast, 8-bit state", "bf16-masters", "f16-scaled"),
+}
+
+
+@pytest.mark.parametrize(("train_by", "recipe"), [(f, recipe) for f, recipes in RECIPES.items() for recipe in recipes])
 def test_a_trainer_that_makes_its_model_trains_as_in_float32_with_all_state_divided(train_by, recipe, tmp_path):
     params, state, losses = train_by(recipe, tmp_path)
     require_near(losses, losses_in_float32(train_by))
     params = [x for x in numbers(params) if jnp.issubdtype(x.dtype, jnp.floating)]
-    assert {x.dtype for x in params} == {jnp.dtype(mpx.get_policy(recipe).param_dtype)}
+    assert {x.dtype for x in params} == {jnp.dtype(mpx.get_policy(recipe.partition(",")[0]).param_dtype)}
     arrays = params + numbers(state)
     total = sum(x.nbytes for x in arrays)
     least, most = BYTES[recipe]
     assert least < total / sum(x.size for x in params) < most
     assert sum(x.addressable_shards[0].data.nbytes for x in arrays) < 1.06 * total / 8
+
+
+def test_split_masters_in_levanterare_refused_with_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match="stores parameters below float32"):
+        levanter("bf16-split", tmp_path)
 
 
 def test_maxtext_needs_one_line_where_it_casts_itself(tmp_path):

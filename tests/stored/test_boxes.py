@@ -473,3 +473,20 @@ def test_a_train_state_of_linen_is_made_and_trained_on_the_specs_of_its_names(re
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert [x.sharding for x in jax.tree.leaves(new)] == [x.sharding for x in jax.tree.leaves(state)]
     assert new.params["Dense_0"]["kernel"].value.sharding.spec == P(None, "model")
+
+
+@pytest.mark.parametrize("box", [of_nnx, logical])
+@pytest.mark.parametrize("way", ["fused_update", "zero1"])
+@pytest.mark.parametrize("recipe", cases(IN_FEW_BITS, ["bf16-split24-4bit"]))
+def test_on_explicit_axes_a_state_with_names_is_made_and_updated_in_one_structure(recipe, way, box):
+    """Inside of both ways axes are automatic, where names fit that do not outside, and other blocks."""
+    mesh, tx = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu")[:8]), optimizer(recipe)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((16, 512), jnp.bfloat16), P() if way == "zero1" else P("data"))
+        params = {"rows": box("columns", x)}  # names of both axes
+        tx = mpx.zero1(tx, mesh) if way == "zero1" else tx
+        state = tx.init(params)
+        fused = mpx.fused_update(tx, interpret=True)
+        step = stepper(tx) if way == "zero1" else lambda params, state, grads: fused(grads, state, params)
+        new = jax.jit(step)(params, state, params)
+    assert types_of(new) == types_of((params, state))
