@@ -112,6 +112,9 @@ class Planner:
 
     def _narrowed(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         asked = [tag.precision for tag in tags if tag.precision is not None]
+        # What the program keeps in bfloat16 may be beyond the range of float16.
+        if self.settings.precision == precisions.F16:
+            asked += [precisions.BF16 for tag in tags if tag.kept_in == precisions.BF16.dtype]
         precision = precisions.widest(asked) if asked else self.settings.precision
         if not precision.changes:
             reason = "an override of the policy asks for f32" if asked else f"{precision.name} is asked for"
