@@ -24,7 +24,8 @@ class Tag(NamedTuple):
     gradient_in: np.dtype | None = None  # the dtype that its gradient, of one use, may be rounded to once it is a sum
     stored_in: np.dtype | None = None  # the 16-bit dtype of the argument that it is, perhaps with elements written over
     moved_in: np.dtype | None = None  # the 16-bit dtype of the argument that it has elements of, perhaps beside others
-    is_widened: bool = False  # whether it has elements that the program casts to 16 bits
+    is_widened: bool = False  # whether the program has it in 16 bits by its own casts
+    is_cast: bool = False  # whether the program casts an element of it to 16 bits
     is_product: bool = False  # whether it is a narrowed contraction's result: that contraction rounds its cotangent
 
     @property
@@ -45,7 +46,7 @@ class Tag(NamedTuple):
     @property
     def kept_in(self) -> np.dtype | None:
         """The 16-bit dtype that the program casts the value to, or writes it to an array of; else None."""
-        return self.representable_in if self.is_widened else self.stored_in if self.representable_in is None else None
+        return self.representable_in if self.is_cast else self.stored_in if self.representable_in is None else None
 
 
 UNKNOWN = Tag()
@@ -70,19 +71,17 @@ def tag_of_elements(eqn: JaxprEqn, pairs: Sequence[tuple[Any, Tag]], result: Any
     arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
     asked = [tag.precision for _, tag in arrays if tag.precision is not None]
     facts = facts_of(eqn)
-    dtype = _common_dtype(eqn, floats, result, constants_in)
     casts = eqn.primitive.name == "convert_element_type" and dtype_of(result).itemsize == 2
-    widened = [casts or tag.is_widened for _, tag in arrays]
     is_broadcast = facts.elementwise and any(is_smaller(v, result) for v, _ in arrays)
     return Tag(
-        dtype,
+        _common_dtype(eqn, floats, result, constants_in),
         precisions.widest(asked) if asked else None,
         is_argument=any(tag.is_argument for _, tag in arrays),
         is_copied=is_broadcast or facts.copies_of_operand == "many" or any(tag.is_copied for _, tag in arrays),
         stored_in=_stored_in(eqn, [tag for _, tag in pairs]) if is_f32(result) else None,
         moved_in=shared({tag.moved_in for _, tag in arrays} - {None}),
-        # One is enough where a 16-bit dtype has all elements.
-        is_widened=any(widened) and (all(widened) or dtype is not None or not is_f32(result)),
+        is_widened=bool(arrays) and all(tag.is_widened or dtype_of(v).itemsize == 2 for v, tag in arrays),
+        is_cast=casts or any(tag.is_cast for _, tag in arrays),
         is_product=facts.copies_of_operand == "one" and all(tag.is_product for _, tag in arrays),
     )
 
@@ -114,15 +113,15 @@ def _stored_in(eqn: JaxprEqn, tags: Sequence[Tag]) -> np.dtype | None:
 
 def common(*tags: Tag) -> Tag:
     """Return the tag of a value that is one of several."""
-    dtype, widened = shared({tag.representable_in for tag in tags}), [tag.is_widened for tag in tags]
     return Tag(
-        dtype,
+        shared({tag.representable_in for tag in tags}),
         shared({tag.precision for tag in tags}),
         is_argument=any(tag.is_argument for tag in tags),
         is_copied=any(tag.is_copied for tag in tags),
         stored_in=shared({tag.stored_in for tag in tags}),
         moved_in=shared({tag.moved_in for tag in tags}),
-        is_widened=any(widened) and (all(widened) or dtype is not None),
+        is_widened=all(tag.is_widened for tag in tags),
+        is_cast=any(tag.is_cast for tag in tags),
         # `is_product` stays false: the contraction of one branch does not round the cotangent of the other's.
     )
 
