@@ -233,9 +233,9 @@ def autocast(
 
     Returns:
         A function with the arguments of `fun` and its results for float32 arguments. But a 16-bit argument that is
-        returned, as it is, reshaped, or with elements written into it (`cache.at[i].set(k)`), keeps its dtype, so that
-        a loop can carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`, since inside `h.dtype`
-        is float32.
+        returned, as it is, moved, or with elements written into it (`cache.at[i].set(k)`), keeps its dtype, so that a
+        loop can carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`, since inside `h.dtype` is
+        float32; but an array that meets such casts, as in `cache.at[i].set(k.astype(jnp.bfloat16))`, may be itself.
         Gradients have the dtypes of the arguments; those of `mpx.value_and_grad` and `mpx.grad` are unrounded float32.
 
     Raises:
