@@ -45,8 +45,8 @@ class Tag(NamedTuple):
 
     @property
     def kept_in(self) -> np.dtype | None:
-        """The 16-bit dtype that the program casts the value to, or writes it to an array of; else None."""
-        return self.representable_in if self.is_cast else self.stored_in if self.representable_in is None else None
+        """The 16-bit dtype of what the program casts, or of an argument's elements beside others; else None."""
+        return self.representable_in if self.is_cast else self.moved_in if self.representable_in is None else None
 
 
 UNKNOWN = Tag()

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import mpx
-from tests.autocast.helpers import BF16, F16, F32, all_in, contractions, normal
+from tests.autocast.helpers import BF16, F32, all_in, contractions, normal
 from tests.helpers import assert_same_bits
 
 ROWS, LENGTH, D = 2, 8, 16
@@ -51,7 +51,7 @@ WRITES = {
         0
     ],
     "a while loop": lambda old, new, at: lax.while_loop(
-        lambda c: c[0] < 1, lambda c: (c[0] + 1, written(c[1], new, at)), (0, old)
+        lambda c: c[0] < at + 1, lambda c: (at + 1, written(c[1], new, at)), (at, old)
     )[1],
 }
 # Of these the result has the dtype of plain JAX only by name: else inside it is computed in float32.
@@ -65,13 +65,14 @@ REPLACED = {
 }
 
 
-def step(write, cast):
-    """Return a step of attention: of parameters, a cache, and a row x (2, D)."""
+def step(write, *casts):
+    """Return a step of attention: of parameters, a cache, and a row x (2, D). `casts` are of keys and of values."""
 
     def run(params, cache, x):
         i, (keys, values) = cache
         query, key, value = (x[:, None] @ params[name] for name in "qkv")
-        keys, values = (write(old, cast(jnp.sin(new), old), i) for old, new in ((keys, key), (values, value)))
+        keys = write(keys, casts[0](jnp.sin(key), keys), i)
+        values = write(values, casts[-1](jnp.sin(value), values), i)
         scores = jnp.einsum("bqd,bkd->bqk", query, keys.astype(query.dtype))
         mixed = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), values.astype(scores.dtype))
         return (mixed @ params["o"])[:, 0].astype(F32), (i + 1, (keys, values))
@@ -130,21 +131,28 @@ def test_a_step_of_decoding_that_plain_jax_runs_runs_and_has_its_dtypes(write, c
         np.testing.assert_allclose(ours.astype(F32), expected, rtol=0, atol=0.02 * most)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("cast", [by_name, by_dtype])
-def test_all_but_the_cache_is_viewed_as_float32_and_products_are_narrowed(cast, dtype):
-    fun, seen = step(written, cast), []
+# How keys and values are cast, the dtype of parameters and inputs, and those that the function sees its caches in.
+SEEN = {
+    "by name": ((by_name,), F32, [BF16, BF16]),
+    "by name, of what is in it": ((by_name,), BF16, [BF16, BF16]),  # plain JAX casts nothing
+    "by the dtype of the cache": ((by_dtype,), BF16, [F32, F32]),
+    "keys by name": ((lambda new, old: by_name(new.astype(F32), old), lambda new, old: new), BF16, [BF16, F32]),
+}
 
-    def seeing(params, cache, x):
-        seen.append([params["q"].dtype, cache[1][0].dtype])
-        return fun(params, cache, x)
 
+@pytest.mark.parametrize("name", SEEN)
+def test_all_but_a_cache_that_meets_casts_is_viewed_as_float32_and_products_are_narrowed(name):
+    (casts, dtype, expected), seen = SEEN[name], []
+
+    def fun(params, cache, x):
+        seen[:] = [x.dtype for x in (params["q"], x, *cache[1])]
+        return step(written, *casts)({name: w.T for name, w in params.items()}, cache, x)
+
+    autocast = mpx.autocast(fun, "bf16")
     with standard_promotion():
-        found = contractions(
-            mpx.autocast(seeing, "f16", loss_scale=mpx.NoOpLossScale()), parameters(dtype), empty(BF16), XS[0]
-        )
-    assert seen[-1] == [F32, BF16 if cast is by_name else F32]
-    assert {found[0], found[-1]} == {all_in(F16)}
+        found = contractions(autocast, parameters(dtype), empty(BF16), XS[0].astype(dtype))
+    assert seen == [F32, F32, *expected]
+    assert {found[0], found[-1]} == {all_in(BF16)}
 
 
 def in_linen(dtype):
