@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from mpx._autocast.border import AS_IT_IS, Crossing, crossing, packed, travels_in, unpacked
 from mpx._autocast.plan import Demand, Plan, Run, Settings, Step
-from mpx._autocast.tags import Tag, common
+from mpx._autocast.tags import Tag, common, shared
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
 from mpx._primitives import PRIMITIVES, facts_of
 
@@ -126,12 +126,8 @@ def _demands_of_cond(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
     for column in zip(*[plan.demands for plan in plans], strict=True):
         used_in = {demand.used_in for demand in column if demand.is_used}
         cotangent_in = {demand.cotangent_in for demand in column}
-        of_operands.append(Demand(_only(used_in), _only(cotangent_in)))
+        of_operands.append(Demand(shared(used_in), shared(cotangent_in)))
     return of_operands
-
-
-def _only(found: set[Any]) -> Any:
-    return found.pop() if len(found) == 1 else None
 
 
 def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:

@@ -116,6 +116,8 @@ class Planner:
         if not precision.changes:
             reason = "an override of the policy asks for f32" if asked else f"{precision.name} is asked for"
             return _kept(eqn, tags, "this device has no TF32" if precision.name == "tf32" else reason)
+        if precision == precisions.F16 and any(tag.kept_in == precisions.BF16.dtype for tag in tags):
+            return _kept(eqn, tags, "f16 has not the range of what the program keeps in bf16")
         is_product = facts_of(eqn).contraction
         reason = contraction.why_kept(eqn, precision, tags) if is_product else _why_elementwise_kept(eqn, precision)
         if precision.is_narrow and contraction.may_be_mapped(eqn, reason, tags):

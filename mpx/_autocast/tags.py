@@ -23,7 +23,9 @@ class Tag(NamedTuple):
     is_copied: bool = False  # whether an element may occur twice, so that cotangents have yet to be added up
     gradient_in: np.dtype | None = None  # the dtype that its gradient, of one use, may be rounded to once it is a sum
     stored_in: np.dtype | None = None  # the 16-bit dtype of the argument that it is, perhaps with elements written over
+    moved_in: np.dtype | None = None  # the 16-bit dtype of the argument that it has elements of, perhaps beside others
     is_widened: bool = False  # whether the program has it in 16 bits by its own casts
+    is_cast: bool = False  # whether the program casts an element of it to 16 bits
     is_product: bool = False  # whether it is a narrowed contraction's result: that contraction rounds its cotangent
 
     @property
@@ -40,6 +42,11 @@ class Tag(NamedTuple):
     def is_cache(self) -> bool:
         """Return whether it is read from an array in 16 bits that the program writes to."""
         return self.is_widened or self.stored_in is not None
+
+    @property
+    def kept_in(self) -> np.dtype | None:
+        """The 16-bit dtype of what the program casts, or of an argument's elements beside others; else None."""
+        return self.representable_in if self.is_cast else self.moved_in if self.representable_in is None else None
 
 
 UNKNOWN = Tag()
@@ -64,6 +71,7 @@ def tag_of_elements(eqn: JaxprEqn, pairs: Sequence[tuple[Any, Tag]], result: Any
     arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
     asked = [tag.precision for _, tag in arrays if tag.precision is not None]
     facts = facts_of(eqn)
+    casts = eqn.primitive.name == "convert_element_type" and dtype_of(result).itemsize == 2
     is_broadcast = facts.elementwise and any(is_smaller(v, result) for v, _ in arrays)
     return Tag(
         _common_dtype(eqn, floats, result, constants_in),
@@ -71,7 +79,9 @@ def tag_of_elements(eqn: JaxprEqn, pairs: Sequence[tuple[Any, Tag]], result: Any
         is_argument=any(tag.is_argument for _, tag in arrays),
         is_copied=is_broadcast or facts.copies_of_operand == "many" or any(tag.is_copied for _, tag in arrays),
         stored_in=_stored_in(eqn, [tag for _, tag in pairs]) if is_f32(result) else None,
+        moved_in=shared({tag.moved_in for _, tag in arrays} - {None}),
         is_widened=bool(arrays) and all(tag.is_widened or dtype_of(v).itemsize == 2 for v, tag in arrays),
+        is_cast=casts or any(tag.is_cast for _, tag in arrays),
         is_product=facts.copies_of_operand == "one" and all(tag.is_product for _, tag in arrays),
     )
 
@@ -89,7 +99,7 @@ def _common_dtype(
     # Constants alone, as in `jnp.where(mask, 0.0, 1.0)`, take the dtype that contractions want.
     if not dtypes and constants and constants_in is not None:
         dtypes = {constants_in}
-    dtype = dtypes.pop() if len(dtypes) == 1 and is_f32(result) else None
+    dtype = shared(dtypes) if is_f32(result) else None
     return None if dtype is None or not all(_has(dtype, value) for value in constants) else dtype
 
 
@@ -98,20 +108,27 @@ def _stored_in(eqn: JaxprEqn, tags: Sequence[Tag]) -> np.dtype | None:
     name = eqn.primitive.name
     writes = name in ("convert_element_type", "dynamic_update_slice", "scatter", "select_n")
     dtypes = {tag.stored_in for tag in (tags[1:] if name == "select_n" else tags[:1])}
-    return dtypes.pop() if (writes or facts_of(eqn).copies_of_operand == "one") and len(dtypes) == 1 else None
+    return shared(dtypes) if writes or facts_of(eqn).copies_of_operand == "one" else None
 
 
 def common(*tags: Tag) -> Tag:
     """Return the tag of a value that is one of several."""
-    first = tags[0]
     return Tag(
-        first.representable_in if len({tag.representable_in for tag in tags}) == 1 else None,
-        first.precision if len({tag.precision for tag in tags}) == 1 else None,
+        shared({tag.representable_in for tag in tags}),
+        shared({tag.precision for tag in tags}),
         is_argument=any(tag.is_argument for tag in tags),
         is_copied=any(tag.is_copied for tag in tags),
-        stored_in=first.stored_in if len({tag.stored_in for tag in tags}) == 1 else None,
+        stored_in=shared({tag.stored_in for tag in tags}),
+        moved_in=shared({tag.moved_in for tag in tags}),
+        is_widened=all(tag.is_widened for tag in tags),
+        is_cast=any(tag.is_cast for tag in tags),
         # `is_product` stays false: the contraction of one branch does not round the cotangent of the other's.
     )
+
+
+def shared(found: set[Any]) -> Any:
+    """Return the one element of a set, or None."""
+    return found.pop() if len(found) == 1 else None
 
 
 def is_smaller(v: Any, result: Any) -> bool:

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
-from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute
+from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute, tracing
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import DECIDED, Plan, Settings, Step, walk
@@ -25,7 +25,7 @@ from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
 from mpx._autocast.tags import Tag
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import Fp8
-from mpx._jaxprs import called_jaxpr, constants_of, dtype_of, open_jaxpr
+from mpx._jaxprs import called_jaxpr, constants_of, dtype_of, is_f32, open_jaxpr
 from mpx._loss_scale import NoOpLossScale, StaticLossScale, require_powers_of_two
 from mpx._policy import Policy, get_policy
 from mpx._primitives import facts_of
@@ -66,8 +66,7 @@ class Autocast:
                 values = differentiation.with_cotangents_times(values, scale)
             if self.needs_a_scale and traced.plan.changes:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
-        stored = [tag.stored_in for tag in traced.plan.out_tags]
-        values = [x if dtype is None else x.astype(dtype) for x, dtype in zip(values, stored, strict=True)]
+        values = [x if dtype is None else x.astype(dtype) for x, dtype in zip(values, traced.dtypes, strict=True)]
         result, changes = traced.rebuild(values)
         in_place.hand_back((args, kwargs), changes)
         return result
@@ -80,10 +79,8 @@ class Autocast:
         result: list[Any] = []
 
         def program(*arrays):
-            viewed = list(leaves)
-            for i, array in zip(positions, arrays, strict=True):
-                viewed[i] = array.astype(jnp.float32) if _trees.is_narrower(array) else array
-            copy = in_place.copy_with(args, kwargs, viewed)
+            given = dict(zip(positions, arrays, strict=True))
+            copy = in_place.copy_with(args, kwargs, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
             returned = self.fun(*copy.args, **copy.kwargs)
             _require_leaves(self.fun, jax.tree.leaves(returned))
             out, out_treedef = jax.tree.flatten((returned, copy.changes()))
@@ -92,16 +89,16 @@ class Autocast:
 
         arrays = [leaves[i] for i in positions]
         arrays = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in arrays]
-        # `program` is a new function each time, so that jax never reuses an earlier trace, with the values that the
-        # function closed over then.
-        jaxpr = jax.make_jaxpr(program)(*arrays)
+        halves = {n: flat[i][1].dtype for n, i in enumerate(positions) if _trees.is_narrower(flat[i][1])}
+        jaxpr = tracing.viewed(program, arrays, halves, _name(self.fun))
         tags = [
             Tag(
                 _represented(views[i]),
                 self._override(names[flat[i][0]], leaves[i]),
                 is_argument=True,
                 gradient_in=getattr(views[i], "gradient_in", None),
-                stored_in=leaves[i].dtype if _trees.is_narrower(leaves[i]) else None,
+                stored_in=(half := leaves[i].dtype if _trees.is_narrower(leaves[i]) else None),
+                moved_in=half,
             )
             for i in positions
         ]
@@ -111,7 +108,16 @@ class Autocast:
         for i, view in enumerate(views):
             if view is not None:
                 view.rounded_to.append(by_position.get(i))
-        return Traced(plan, arrays, *result)
+        treedef, static = result
+        dtypes = [tag.stored_in for tag in plan.out_tags]
+        # A result with elements and the shape of an argument in 16 bits, as a cache that is rolled, is as in plain JAX.
+        shapes = {x.shape for x, tag in zip(arrays, tags, strict=True) if tag.moved_in}
+        is_moved = lambda v, tag: is_f32(v) and tag.moved_in and not tag.stored_in and v.aval.shape in shapes
+        moved = [*map(is_moved, open_jaxpr(plan.jaxpr).outvars, plan.out_tags)]
+        if any(moved):
+            own = tracing.dtypes_of_results(program, arrays, halves)
+            dtypes = [mine if moves else dtype for mine, moves, dtype in zip(own, moved, dtypes, strict=False)]
+        return Traced(plan, arrays, dtypes, treedef, static)
 
     @property
     def has_float16(self) -> bool:
@@ -139,6 +145,7 @@ class Traced:
 
     plan: Plan
     arrays: list[Any]  # the arguments that are arrays
+    dtypes: list[np.dtype | None]  # of the result's arrays; None for those that they are traced with
     treedef: Any  # of the result, and of what the function changes in Flax NNX modules
     static: list[Any]  # the leaves of these that are not arrays, and None in the place of arrays
 
@@ -226,9 +233,9 @@ def autocast(
 
     Returns:
         A function with the arguments of `fun` and its results for float32 arguments. But a 16-bit argument that is
-        returned, as it is, reshaped, or with elements written into it (`cache.at[i].set(k)`), keeps its dtype, so that
-        a loop can carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`, since inside `h.dtype`
-        is float32.
+        returned, as it is, moved, or with elements written into it (`cache.at[i].set(k)`), keeps its dtype, so that a
+        loop can carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`, since inside `h.dtype` is
+        float32; but an array that meets such casts, as in `cache.at[i].set(k.astype(jnp.bfloat16))`, may be itself.
         Gradients have the dtypes of the arguments; those of `mpx.value_and_grad` and `mpx.grad` are unrounded float32.
 
     Raises:

@@ -272,9 +272,16 @@ def read_by_a_token(query, cache):
     return jnp.einsum("bqhd,bkhd->bhqk", jnp.sin(query), cache.astype(query.dtype))
 
 
+def read_in_a_branch(query, cache):
+    cache = cache.at[:, 0].set(jnp.tanh(query[:, 0]).astype(cache.dtype))
+    keys = lax.cond(query.sum() > 0, lambda: cache.astype(F32), lambda: -cache.astype(F32))
+    return jnp.einsum("bqhd,bkhd->bhqk", jnp.sin(query), keys)
+
+
 CACHES = {
     "an argument": lambda query, cache: mpx.autocast(read_by_a_token, BF16)(query, cache),
     "made inside": lambda query, cache: mpx.autocast(lambda query: read_by_a_token(query, cache), BF16)(query),
+    "made inside, of two branches": lambda q, cache: mpx.autocast(lambda q: read_in_a_branch(q, cache), BF16)(q),
 }
 
 
@@ -286,6 +293,29 @@ def test_a_token_reads_a_cache_of_16_bits_as_whole_sequences_do(name):
     assert contractions(CACHES[name], query, cache) == [all_in(F32)]
     alone = lambda x: x[0, 0, 0] @ jnp.sin(x[:, 0].reshape(8, 8)).astype(BF16).astype(F32)
     assert contractions(mpx.autocast(alone, BF16), query) == [all_in(F32)]
+
+
+LARGE = jnp.full((9, 8), 2.0**17, BF16)  # beyond the range of float16
+large = lambda q: (q * 2.0**17).astype(BF16).astype(F32)
+# Functions of keys (9, 8) in bfloat16 and of queries that multiply them, under float16.
+KEPT_IN_BFLOAT16 = {
+    "an array that is written to": lambda c, q: q @ c.at[0].set(jnp.sin(q[0])).T,
+    "a row of it": lambda c, q: q @ c.at[0].set(jnp.sin(q[0]))[:, None][:2, 0].T,
+    "a loop that writes": lambda c, q: q @ lax.fori_loop(0, 2, lambda i, c: c.at[i].set(jnp.sin(q[0])), c).T,
+    "a cast": lambda c, q: q @ large(q).T,
+    "casts among others": lambda c, q: q @ c.at[0].set(large(q)[0]).T,
+    "a cast in a branch": lambda c, q: q @ lax.cond(q[0, 0] > 9, lambda: c[:3], lambda: large(q)).T,
+}
+
+
+@pytest.mark.parametrize("name", KEPT_IN_BFLOAT16)
+def test_what_a_program_keeps_in_bfloat16_is_read_in_float32_under_float16(name):
+    """So neither its range nor bits are lost. A weight is another matter: the policy says what it is multiplied in."""
+    autocast = lambda fun: mpx.autocast(fun, F16, loss_scale=mpx.NoOpLossScale())
+    fun, q = autocast(KEPT_IN_BFLOAT16[name]), normal(0, 3, 8)
+    assert contractions(fun, LARGE, q) == [all_in(F32)]
+    assert jnp.isfinite(fun(LARGE, q)).all()
+    assert contractions(autocast(lambda c, q: q @ c.T), LARGE, q) == [all_in(F16)]
 
 
 @pytest.mark.parametrize("name", LAYERS)

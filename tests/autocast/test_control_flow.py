@@ -285,3 +285,13 @@ def test_weights_that_a_loop_gathers_stay_in_16_bits_unless_devices_add_up_gradi
         scans = eqns_of(mpx.grad(loss, grad_dtype=BF16), weights, x, primitive="scan")
     stacks = [v.aval for eqn in scans for v in (*eqn.invars, *eqn.outvars) if v.aval.shape == (3, 16, 16)]
     assert [str(stack.dtype) for stack in stacks] == ["bfloat16"] * 3
+
+
+def test_what_nobody_reads_of_a_checkpoint_in_a_loop_is_no_result_of_it():
+    """As `nnx.scan` of `nnx.remat` returns all weights. Control: what is read."""
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), w))
+    ws, x = normal(0, 3, 8, 8), normal(1, 4, 8)
+    for results, shape in ((1, ()), (2, (8, 8))):
+        fun = mpx.autocast(lambda x, ws, n=results: lax.scan(layer, x, ws)[:n], BF16)
+        (checkpoint,) = eqns_of(fun, x, ws, primitive="remat2")
+        assert [v.aval.shape for v in checkpoint.outvars] == [(4, 8), shape]

@@ -30,6 +30,7 @@ from tests.autocast.helpers import (
     is_representable,
     narrow_dot,
     normal,
+    on_devices,
     plan_of,
     rounding_cotangent,
     total,
@@ -165,6 +166,12 @@ def test_a_weight_on_explicit_axes_is_gathered_in_16_bits(is_set):
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         eqns = all_eqns(jax.make_jaxpr(mpx.autocast(lambda w, x: x @ gathered(w), BF16))(w, x).jaxpr)
     assert [eqn.invars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "reshard"] == [BF16]
+
+
+def test_what_the_program_casts_to_8_bits_behind_a_transfer_travels_as_it_is():
+    gathered = on_devices(lambda w, x: lax.all_gather(x, "data").astype(jnp.float8_e4m3fn).astype(F32))
+    eqns = all_eqns(jax.make_jaxpr(mpx.autocast(gathered, BF16))(*arguments()).jaxpr)
+    assert [eqn.invars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "all_gather"] == [F32]
 
 
 # ---- one autocast inside of another ---------------------------------------------------------------------------------

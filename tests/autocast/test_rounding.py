@@ -63,6 +63,7 @@ def test_a_kept_rounding_is_exact_and_has_the_derivative_of_its_operand(dtype):
     np.testing.assert_array_equal(jax.jit(kept)(every), every)
     x, t = normal(0, 64), normal(1, 64)
     assert (kept(x) != x).mean() > 0.9
+    assert kept(narrow := x.astype(dtype)) is narrow
     np.testing.assert_array_equal(jax.jvp(kept, (x,), (t,))[1], t)
     np.testing.assert_array_equal(jax.vjp(kept, x)[1](t)[0], t)
     np.testing.assert_array_equal(jax.vmap(kept)(x.reshape(8, 8)), kept(x).reshape(8, 8))
@@ -80,14 +81,30 @@ def test_a_linear_function_under_autocast_can_be_transposed_as_solvers_do():
     np.testing.assert_allclose(solved(multiply), exact, atol=0.05 * float(jnp.abs(exact).max()))
 
 
-@pytest.mark.parametrize(("rows", "is_kept"), [(512, True), (2**19, False)])
-def test_on_a_gpu_only_a_small_result_that_float32_reads_is_rounded_again(rows, is_kept):
+# Functions of products, rows, and how many results are rounded again.
+READ_ON_A_GPU = {
+    "small": (lambda x, w: jnp.tanh(x @ w @ w), 512, 1),  # of two: the next product rounds the first
+    "large": (lambda x, w: jnp.tanh(x @ w @ w), 2**19, 0),
+    "moved on its way": (lambda x, w: jnp.tanh(w @ (x @ w).T), 512, 1),
+    "cast by the program": (lambda x, w: (x @ w).astype(BF16), 512, 0),
+}
+
+
+@pytest.mark.parametrize("name", READ_ON_A_GPU)
+def test_on_a_gpu_only_a_small_result_that_float32_reads_is_rounded_again(name):
     """XLA adds up a small result from parts. A larger one is in 16 bits in memory."""
-    loss = lambda x, w: jnp.tanh(x @ w @ w).sum()
+    fun, rows, count = READ_ON_A_GPU[name]
     shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((rows, 128), (128, 128))]
-    eqns = all_eqns(jax.make_jaxpr(mpx.autocast(loss, "bf16"))(*shapes).jaxpr)
+    eqns = all_eqns(jax.make_jaxpr(mpx.autocast(fun, "bf16"))(*shapes).jaxpr)
     of_results = [eqn.params["on_gpu"] for eqn in eqns if eqn.primitive.name == "rounding_kept"]
-    assert of_results.count(True) == is_kept  # of two: the next product rounds the first
+    assert of_results.count(True) == count
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_program_for_a_gpu_keeps_what_it_is_told_and_one_for_a_cpu_all(on_gpu):
+    traced = jax.jit(lambda x: rounding.kept(x, precision_of_dtype(BF16), on_gpu=on_gpu)).trace(WEIGHT)
+    is_in = {name: "reduce_precision" in traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "cpu")}
+    assert is_in == {"cuda": on_gpu, "cpu": True}
 
 
 def test_a_result_is_small_by_a_devices_part_of_it():

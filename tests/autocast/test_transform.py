@@ -40,12 +40,14 @@ def test_a_policy_a_dtype_or_a_name_says_in_what_products_run(given, dtype):
 
 
 def test_an_override_says_in_what_the_products_of_a_weight_run():
-    """Also if it is moved on its way, or is a stack that a scan slices."""
+    """Also if it is moved on its way, comes from either branch, or is a stack that a scan slices."""
     policy = mpx.Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, overrides=(("^head", jnp.float32), ("mid", "f16")))
     params = {"body": W, "mid": jnp.ones((9, 9), jnp.float32), "head": jnp.ones((9, 2), jnp.float32)}
     fun = lambda p, x: x @ p["body"] @ p["mid"].T @ p["head"].reshape(9, 2)
     expected = [all_in(BF16), all_in(F16), all_in(F32)]
     assert contractions(mpx.autocast(fun, policy), policy.cast_to_param(params), X) == expected
+    branch = lambda p, x: x @ jax.lax.cond(x[0, 0] > 0, lambda: p["head"].T, lambda: -p["head"].T)
+    assert contractions(mpx.autocast(branch, policy), {"head": jnp.ones((9, 8), jnp.float32)}, X) == [all_in(F32)]
     stacks = {"head": jnp.ones((6, 8, 8), jnp.float32), "body": jnp.ones((6, 8, 8), jnp.float32)}
     scan = lambda stacks, x: jax.lax.scan(lambda x, p: (x @ p["head"] @ p["body"], None), x, stacks)[0]
     assert contractions(mpx.autocast(scan, policy), stacks, X) == [all_in(F32), all_in(BF16)]
