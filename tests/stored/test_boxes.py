@@ -415,13 +415,6 @@ def test_a_model_that_is_made_inside_of_jit_is_cast_there_where_it_is_placed():
     assert codes.sharding.shard_shape(codes.shape) == (128, 16)
 
 
-def test_copies_of_variables_are_not_the_models_which_update_says():
-    model, tx = Model(False, nnx.Rngs(0)), optimizer("bf16-split")
-    state = jax.jit(tx.init)(nnx.state(model, nnx.Param))
-    with pytest.raises(ValueError, match="`master_weights`: the state was made for other parameters"):
-        tx.update(nnx.state(model, nnx.Param), state, nnx.state(model, nnx.Param))
-
-
 @pytest.mark.parametrize("recipe", cases(IN_FEW_BITS, ["bf16-split24-4bit"]))
 def test_an_optimizer_of_nnx_on_several_devices_begins_where_its_names_say_and_trains(recipe):
     mesh = mesh_of(8)
