@@ -1,7 +1,7 @@
-"""Trace a function on float32 views of its arguments in 16 bits, but for those whose dtype it knows.
+"""Trace a function on float32 views of its arguments in 16 bits, except where it relies on their dtype.
 
 `lax.dynamic_update_slice(cache, k.astype(jnp.bfloat16), ...)` says that the cache is in bfloat16, and JAX refuses to
-write that to a float32 view. So the function gets this cache as it is, and views of all else.
+write that to a float32 view. So the function gets this cache unchanged, and views of the other arguments.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ Halves = Mapping[int, np.dtype]  # the 16-bit dtypes of arrays, by positions
 
 
 def program_of(function: Callable[..., Any], arrays: Sequence[Any], halves: Halves, kept: Collection[int]) -> Any:
-    """Return the program of a function of arrays. It gets those of 16 bits as float32 views, but for `kept`."""
+    """Return the program of a function of arrays. It gets float32 views of 16-bit arrays, but for `kept`."""
     dtypes = {i: dtype if i in kept else np.dtype(np.float32) for i, dtype in halves.items()}
     given = lambda i, x: x.astype(dtypes[i]) if i in dtypes else x
     # A new function each time, so that jax never reuses an earlier trace, with the values that the function closed over

@@ -170,7 +170,7 @@ def programs(attention: Any, logits: Any, checkpoint: bool | None, scan: bool | 
 
 
 def ways_to_fit(peaks: Sequence[Peak], free: float) -> list[str]:
-    """Name the choices with which all programs fit, in each way of which no choice can go; none if nothing is open."""
+    """Name each smallest set of choices that makes all programs fit; none if nothing is open."""
     ways: list[tuple[tuple[str, bool], ...]] = []
     choices = [(name, chosen) for name in CHOICES for chosen in (True, False)] if len(peaks) > 1 else []
     for way in (way for count in range(len(CHOICES)) for way in itertools.combinations(choices, count + 1)):
