@@ -50,7 +50,8 @@ class Blockwise8bit(BlockFormat):
     Each device codes its own shard of an array if whole blocks lie in the shard. On a mesh of explicit axes
     `low_precision_state` makes the blocks of a leaf smaller where they would not. On automatic axes nothing says how an
     array is divided, and blocks have the borders of one device. Where a block reaches over devices, GPUs send the
-    largest of each 8 numbers or more, if so many divide the columns of a device. Else they send the array, as TPUs do. Blocks lie in rows where a box of Flax names the last axis; otherwise choose a `block_size` that divides the
+    largest of each 8 numbers or more, if so many divide the columns of a device. Else they send the array, as TPUs do.
+    Blocks lie in rows where a box of Flax names the last axis; otherwise choose a `block_size` that divides the
     columns.
 
     Args:
