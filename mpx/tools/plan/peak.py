@@ -127,8 +127,6 @@ def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Siz
     outside = (math.prod(matrix) for matrix in times if matrix not in in_layers)
     # Flax has an axis of heads: `[width, heads, size]`, `[heads, size, width]`.
     of_flax = [n for *_, n, size, last in (shape for shape in shapes if len(shape) > 2) if n * size == last == width]
-    if heads and layers and width % heads:
-        raise ValueError(f"`memory_plan`: {heads} heads do not divide the width, which is {width:,}.")
     heads = heads or next(iter(of_flax), None)
     return Sizes(
         layers,
