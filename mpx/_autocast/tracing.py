@@ -37,18 +37,17 @@ def viewed(function: Callable[..., Any], arrays: Sequence[Any], halves: Halves, 
     try:
         return program_of(function, arrays, halves, ())
     except TypeError as error:  # as JAX raises where dtypes differ
-        refusal = error
-    plain = _plain(function, arrays, halves)
-    if plain is None:
-        raise refusal
+        plain, refusal = _plain(function, arrays, halves), str(error).partition("\n")[0]
+        if plain is None:
+            raise
     # In plain JAX a cast of bfloat16 to bfloat16 leaves no trace, so that an array that is written to may meet one.
     for kept in _that_meet_casts_or_others(plain):
         with contextlib.suppress(Exception):
             return program_of(function, arrays, halves, kept)
     _errors.warn(
         f"`autocast`: `{name}` runs as cast by hand, in the dtypes that plain JAX gives its values, since JAX refuses "
-        f"float32 views of arguments in it: {str(refusal).splitlines()[0]} Cast a value to the dtype of the array that "
-        "it is written to, `k.astype(cache.dtype)`."
+        f"float32 views of arguments in it: {refusal} Cast a value to the dtype of the array that it is written to, "
+        "`k.astype(cache.dtype)`."
     )
     return program_of(function, arrays, halves, halves)
 
