@@ -52,10 +52,14 @@ def viewed(function: Callable[..., Any], arrays: Sequence[Any], halves: Halves, 
     return program_of(function, arrays, halves, halves)
 
 
-def dtypes_of_results(function: Callable[..., Any], arrays: Sequence[Any], halves: Halves) -> Iterable[Any]:
-    """Return the dtypes that plain JAX gives a function's results; Nones if it refuses it."""
+def dtypes_of_results(
+    function: Callable[..., Any], arrays: Sequence[Any], halves: Halves, results: Sequence[Any]
+) -> Iterable[Any]:
+    """Return the dtypes that plain JAX gives these results of a function; Nones if it refuses it, or gets others."""
     plain = _plain(function, arrays, halves)
-    return itertools.repeat(None) if plain is None else map(dtype_of, open_jaxpr(plain).outvars)
+    own = [] if plain is None else open_jaxpr(plain).outvars
+    is_alike = [v.aval.shape for v in own] == [v.aval.shape for v in results]
+    return map(dtype_of, own) if is_alike else itertools.repeat(None)
 
 
 def _plain(function: Callable[..., Any], arrays: Sequence[Any], halves: Halves) -> Any:

@@ -228,3 +228,8 @@ def test_to_ask_for_the_dtypes_of_plain_jax_warns_of_nothing():
     with standard_promotion():
         found = mpx.autocast(fun, "bf16")(jnp.zeros((2, 8), BF16), XS[0, 0, :8])
     assert [x.dtype for x in found] == [BF16, BF16]
+
+
+def test_a_function_that_returns_something_else_in_16_bits_has_its_float32_results():
+    fun = lambda x: (jnp.roll(x, 1), x) if x.dtype == F32 else x
+    assert [x.dtype for x in mpx.autocast(fun, "bf16")(jnp.ones((2, 8), BF16))] == [F32, BF16]

@@ -268,10 +268,8 @@ def memory_plan(
     if batch:
         shapes = peaks.shapes_of(count) if _errors.is_integer(model) else [p.shape for _, _, p, _ in weights]
         is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
-        sizes, devices = peaks.sizes_of(shapes, heads), on.size if is_gathered else 1
-        # Of a number of parameters the width is a guess.
-        if heads and sizes.layers and sizes.width % heads and not _errors.is_integer(model):
-            raise ValueError(f"`memory_plan`: {heads} heads do not divide the width, which is {sizes.width:,}.")
+        sizes = peaks.sizes_of(shapes, heads, is_guess=_errors.is_integer(model))
+        devices = on.size if is_gathered else 1
         dtypes = {row.kind: row.dtypes for row in rows}
         # XLA may write what is stored in blocks, or in 24 bits, in float32 first.
         rounded = 8 if "uint8" in dtypes.get("low bits", ()) else 4 * ("scales of blocks" in dtypes)
