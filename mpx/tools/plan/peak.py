@@ -101,7 +101,8 @@ def shapes_of(parameters: int) -> list[tuple[int, ...]]:
 def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None, *, is_guess: bool = False) -> Sizes:
     """Return the sizes of a transformer with parameters of these shapes, one by one or in stacks of layers or experts.
 
-    Heads must divide the width, unless shapes are a guess. The width is the side of most elements. What occurs more often than an embedding and a head is in a layer.
+    The width is the side of most elements, which heads must divide unless shapes are a guess. What occurs more often
+    than an embedding and a head is in a layer.
     """
     shapes = [shape for shape in shapes if len(shape) > 1]
     elements = lambda side: sum(math.prod(shape) for shape in shapes if side in shape)
