@@ -57,7 +57,7 @@ def dtypes_of_results(
 ) -> Iterable[Any]:
     """Return the dtypes that plain JAX gives these results of a function; Nones if it refuses it, or gets others."""
     plain = _plain(function, arrays, halves)
-    own = [] if plain is None else open_jaxpr(plain).outvars
+    own: Sequence[Any] = [] if plain is None else open_jaxpr(plain).outvars
     is_alike = [v.aval.shape for v in own] == [v.aval.shape for v in results]
     return map(dtype_of, own) if is_alike else itertools.repeat(None)
 
