@@ -57,9 +57,9 @@ def dtypes_of_results(
 ) -> Iterable[Any]:
     """Return the dtypes that plain JAX gives these results of a function; Nones if it refuses it, or gets others."""
     plain = _plain(function, arrays, halves)
-    own: Sequence[Any] = [] if plain is None else open_jaxpr(plain).outvars
-    is_alike = [v.aval.shape for v in own] == [v.aval.shape for v in results]
-    return map(dtype_of, own) if is_alike else itertools.repeat(None)
+    own = [] if plain is None else open_jaxpr(plain).outvars
+    shapes = lambda values: [v.aval.shape for v in values]
+    return map(dtype_of, own) if shapes(own) == shapes(results) else itertools.repeat(None)
 
 
 def _plain(function: Callable[..., Any], arrays: Sequence[Any], halves: Halves) -> Any:
