@@ -74,6 +74,12 @@ def entries_of(spec: PartitionSpec, count: int) -> list[Any]:
     return [*spec, *[None] * (count - len(spec))]
 
 
+def spec_of(entries: list[Any]) -> PartitionSpec:
+    """Return a spec without Nones at its end: one of the same meaning but another name compiles a step again."""
+    named = [i for i, entry in enumerate(entries) if entry is not None]
+    return PartitionSpec(*entries[: max(named, default=-1) + 1])
+
+
 def part_sharding(sharding: NamedSharding, shape: tuple[int, ...], part: tuple[int, ...]) -> NamedSharding:
     """Return the sharding of what is computed from an array, such as its codes and scales.
 
@@ -87,4 +93,4 @@ def part_sharding(sharding: NamedSharding, shape: tuple[int, ...], part: tuple[i
         return NamedSharding(sharding.mesh, PartitionSpec())
     if part and part[-1] % parts_at(sharding.mesh, sharding.spec, len(entries) - 1):
         entries[-1] = None
-    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+    return NamedSharding(sharding.mesh, spec_of(entries))

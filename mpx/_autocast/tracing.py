@@ -6,6 +6,7 @@ write that to a float32 view. So the function gets this cache unchanged, and vie
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,10 +36,12 @@ def viewed(function: Callable[..., Any], arrays: Sequence[Any], halves: Halves, 
     """Return the program of a function that gets as many float32 views as JAX allows."""
     try:
         return program_of(function, arrays, halves, ())
-    except Exception as error:
-        refusal = str(error).partition("\n")[0]
+    except TypeError as error:  # as JAX raises where dtypes differ
+        plain, refusal = _plain(function, arrays, halves), str(error).partition("\n")[0]
+        if plain is None:
+            raise
     # In plain JAX a cast of bfloat16 to bfloat16 leaves no trace, so that an array that is written to may meet one.
-    for kept in _that_meet_casts_or_others(program_of(function, arrays, halves, halves)):
+    for kept in _that_meet_casts_or_others(plain):
         with contextlib.suppress(Exception):
             return program_of(function, arrays, halves, kept)
     _errors.warn(
@@ -49,12 +52,23 @@ def viewed(function: Callable[..., Any], arrays: Sequence[Any], halves: Halves, 
     return program_of(function, arrays, halves, halves)
 
 
-def dtypes_of_results(function: Callable[..., Any], arrays: Sequence[Any], halves: Halves) -> Iterable[Any]:
-    """Return the dtypes that plain JAX gives a function's results; Nones if it refuses it."""
-    try:
-        return map(dtype_of, open_jaxpr(program_of(function, arrays, halves, halves)).outvars)
-    except Exception:
-        return itertools.repeat(None)
+def dtypes_of_results(
+    function: Callable[..., Any], arrays: Sequence[Any], halves: Halves, results: Sequence[Any]
+) -> Iterable[Any]:
+    """Return the dtypes that plain JAX gives these results of a function; Nones if it refuses it, or gets others."""
+    plain = _plain(function, arrays, halves)
+    own = [] if plain is None else open_jaxpr(plain).outvars
+    shapes = lambda values: [v.aval.shape for v in values]
+    return map(dtype_of, own) if shapes(own) == shapes(results) else itertools.repeat(None)
+
+
+def _plain(function: Callable[..., Any], arrays: Sequence[Any], halves: Halves) -> Any:
+    """Return the program of plain JAX, to look at; None if there are no arrays in 16 bits, or JAX refuses it."""
+    # Parameters that are differentiated come in float32, and a cast of theirs is not the program's.
+    narrow = lambda *arrays: [x.astype(halves.get(i, x.dtype)) for i, x in enumerate(arrays)]
+    with warnings.catch_warnings(action="ignore"), contextlib.suppress(Exception):
+        return program_of(function, jax.eval_shape(narrow, *arrays), halves, halves) if halves else None
+    return None
 
 
 class _Origin(NamedTuple):

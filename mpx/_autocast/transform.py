@@ -113,9 +113,10 @@ class Autocast:
         # A result with elements and the shape of an argument in 16 bits, as a cache that is rolled, is as in plain JAX.
         shapes = {x.shape for x, tag in zip(arrays, tags, strict=True) if tag.moved_in}
         is_moved = lambda v, tag: is_f32(v) and tag.moved_in and not tag.stored_in and v.aval.shape in shapes
-        moved = [*map(is_moved, open_jaxpr(plan.jaxpr).outvars, plan.out_tags)]
+        results = open_jaxpr(plan.jaxpr).outvars
+        moved = [*map(is_moved, results, plan.out_tags)]
         if any(moved):
-            own = tracing.dtypes_of_results(program, arrays, halves)
+            own = tracing.dtypes_of_results(program, arrays, halves, results)
             dtypes = [mine if moves else dtype for mine, moves, dtype in zip(own, moved, dtypes, strict=False)]
         return Traced(plan, arrays, dtypes, treedef, static)
 

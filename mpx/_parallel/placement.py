@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _errors, _trees
-from mpx._shardings import entries_of, names_at, parts_at
+from mpx._shardings import entries_of, names_at, parts_at, spec_of
 
 T = TypeVar("T")
 
@@ -92,7 +92,4 @@ def _why_not_sharded(shape: tuple[int, ...], spec: Any, mesh: Mesh | AbstractMes
 def _spec_of_type(p: Any) -> PartitionSpec:
     """Return how a parameter is sharded over the explicit axes of its mesh, which its type knows."""
     is_typed = _trees.is_array(p) and not isinstance(p, jax.ShapeDtypeStruct)
-    entries = list(jax.typeof(p).sharding.spec) if is_typed else []
-    while entries and entries[-1] is None:  # (a sharding of the same meaning but another name compiles a step again)
-        entries.pop()
-    return PartitionSpec(*entries)
+    return spec_of(list(jax.typeof(p).sharding.spec) if is_typed else [])

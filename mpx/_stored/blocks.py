@@ -129,7 +129,8 @@ def _unit(shape: tuple[int, ...], block_size: int) -> int:
     would copy any array for that: 24 bytes a number.
     """
     devices = dividing_devices()
-    if devices == 1 or not shape or shape[-1] % devices or jax.default_backend() == "tpu":
+    is_divided = devices > 1 and shape and isinstance(shape[-1], int) and shape[-1] % devices == 0  # no symbol
+    if not is_divided or jax.default_backend() == "tpu":
         return 0
     unit = math.gcd(shape[-1] // devices, block_size)
     return unit if _SMALLEST_UNIT <= unit < block_size and unit % _LANES else 0  # those of 128 lie in tiles

@@ -52,7 +52,7 @@ def usable_bytes(text: str) -> int:
     wanted = f"a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30), or one of {names}"
     memory = _number(text, _BYTES, wanted) if target is None else target.memory_bytes
     part = "1" if target and target.tpu else os.environ.get(FRACTION, "0.75")
-    if not re.fullmatch(r"\d*\.?\d+", part) or not float(part):
+    if not re.fullmatch(r"\d+\.?\d*|\.\d+", part) or not float(part):
         raise ValueError(f"The variable {FRACTION} must be a number such as 0.75, but is {part!r}.")
     return int(memory * float(part))
 

@@ -196,3 +196,40 @@ def test_a_function_that_no_views_can_be_given_runs_as_by_hand_and_says_so():
     assert_same_bits(found, both(*args))
     with pytest.raises(TypeError, match="same dtypes"):
         mpx.autocast(both, "bf16")(args[0].astype(F32), XS[0], args[2])
+
+
+def test_an_error_of_a_function_is_its_own_and_not_that_of_another_trace():
+    """In plain JAX the function is refused for another reason: these tests run under strict promotion."""
+    calls = []
+    fun = mpx.autocast(lambda w, x: calls.append(x @ w) or calls[-1].reshape(5), "bf16")
+    for dtype in (BF16, F32):
+        with pytest.raises(TypeError, match="cannot reshape"):
+            fun(parameters(dtype)["q"], XS[0])
+    assert len(calls) == 2
+
+
+def test_a_parameter_that_is_differentiated_meets_casts_as_an_argument_does():
+    """A learned first state of a recurrent network, whose steps cast by name."""
+    step = lambda p, h, x: jnp.tanh(h @ p["q"] + x).astype(BF16)
+    loss = mpx.autocast(
+        lambda p, xs: jnp.sum(lax.scan(lambda h, x: (step(p, h, x), 0), p["h"], xs)[0].astype(F32)), BF16
+    )
+    params = parameters(BF16) | {"h": normal(0, ROWS, D, dtype=BF16)}
+    with standard_promotion():
+        found, plain = mpx.grad(loss)(params, XS), jax.grad(loss)(params, XS)
+    assert {x.dtype for x in found.values()} == {F32}
+    for name in found:
+        np.testing.assert_allclose(found[name], plain[name].astype(F32), rtol=0.01, atol=1e-3)
+
+
+def test_to_ask_for_the_dtypes_of_plain_jax_warns_of_nothing():
+    """There a set of float32 into bfloat16 would: this function is asked about for the array that it rolls."""
+    fun = lambda old, new: (old.at[0].set(new), jnp.roll(old, 1))
+    with standard_promotion():
+        found = mpx.autocast(fun, "bf16")(jnp.zeros((2, 8), BF16), XS[0, 0, :8])
+    assert [x.dtype for x in found] == [BF16, BF16]
+
+
+def test_a_function_that_returns_something_else_in_16_bits_has_its_float32_results():
+    fun = lambda x: (jnp.roll(x, 1), x) if x.dtype == F32 else x
+    assert [x.dtype for x in mpx.autocast(fun, "bf16")(jnp.ones((2, 8), BF16))] == [F32, BF16]

@@ -129,7 +129,7 @@ def test_an_abstract_state_gets_the_shardings_of_a_real_one():
     shardings = mpx.zero1_shardings(shapes, jax.eval_shape(tx.init, shapes), mesh)
     state = mpx.zero1(tx, mesh).init(params())
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
-        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        assert leaf.sharding == sharding  # one of the same meaning but another name would compile a step again
     specs = {name: leaf.sharding.spec for name, leaf in state.master.items() if isinstance(leaf, jax.Array)}
     assert specs == {"first": P("data"), "second": P(None, "data"), "whole": P()}  # no axis of `whole` can be divided
 

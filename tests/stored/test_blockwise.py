@@ -373,3 +373,10 @@ def test_blocks_that_reach_over_devices_have_the_bits_of_one_device(format, shap
     assert_same_bits(divided, whole)
     of_blocks = np.pad(np.abs(x).reshape(-1), (0, -x.size % format.block_size)).reshape(-1, format.block_size)
     assert (divided[1].reshape(-1) == of_blocks.max(1)).all()
+
+
+def test_columns_of_an_exported_program_may_be_symbols():
+    (n,) = jax.export.symbolic_shape("n")
+    exported = jax.export.export(jax.jit(Blockwise8bit().encode))(jax.ShapeDtypeStruct((4, 64 * n), jnp.float32))
+    x = np.random.default_rng(0).normal(size=(4, 192)).astype(np.float32)
+    assert_same_bits(exported.call(x), Blockwise8bit().encode(x))

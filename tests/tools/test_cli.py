@@ -413,7 +413,6 @@ def test_a_mistake_ends_in_one_line(command, message, error_of):
         ("7B --batch nan", "Invalid value for '--batch'"),
         ("7B --sequence 0", "Invalid value for '--sequence'"),
         ("7B --heads 0", "Invalid value for '--heads'"),
-        ("7B --heads 33", "`memory_plan`: 33 heads do not divide the width, which is 4,096."),
         ("7B --kept 4bit", "`memory_plan`: `kept` must be 'bf16' or '8bit', but got '4bit'"),
         ("7B --kept 8bit --no-checkpoint", "`kept` says what a checkpoint keeps, but `checkpoint` is False"),
         ("7B --attention flash", "`memory_plan`: `attention` must be 'xla' or 'kernel', but got 'flash'"),

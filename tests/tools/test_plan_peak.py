@@ -210,6 +210,8 @@ def test_a_plan_refuses_counts_that_are_none(wrong):
 def test_heads_divide_the_width():
     with pytest.raises(ValueError, match="`memory_plan`: 33 heads do not divide the width, which is 256"):
         plan_of(heads=33)
+    of_qwen = memory_plan(7_000_000_000, optax.adamw(1e-3), heads=28)  # the width of a count, 4,096, is a guess
+    assert any("of 28 heads" in why for peak in of_qwen._peaks for *_, why in peak.needs.values())
 
 
 @pytest.mark.parametrize(

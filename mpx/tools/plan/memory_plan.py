@@ -209,7 +209,7 @@ def memory_plan(
         TypeError: if `tx`, `policy` or `mesh` has another type.
         ValueError: if there are no floating-point parameters, a dtype is not floating-point, the mesh has no such axis,
             `param_specs` do not divide a parameter, `kept`, `attention` or `logits` is something else, `batch`,
-            `sequence` or `heads` is no such count, or `heads` do not divide the width.
+            `sequence` or `heads` is no such count, or `heads` do not divide the width of a model.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(1e-3), "bf16", storage="split")
@@ -268,7 +268,8 @@ def memory_plan(
     if batch:
         shapes = peaks.shapes_of(count) if _errors.is_integer(model) else [p.shape for _, _, p, _ in weights]
         is_gathered = along == _UNSHARDED and any(at.shard_shape(p.shape) != p.shape for _, _, p, at in weights)
-        sizes, devices = peaks.sizes_of(shapes, heads), on.size if is_gathered else 1
+        sizes = peaks.sizes_of(shapes, heads, is_guess=_errors.is_integer(model))
+        devices = on.size if is_gathered else 1
         dtypes = {row.kind: row.dtypes for row in rows}
         # XLA may write what is stored in blocks, or in 24 bits, in float32 first.
         rounded = 8 if "uint8" in dtypes.get("low bits", ()) else 4 * ("scales of blocks" in dtypes)

@@ -98,10 +98,11 @@ def shapes_of(parameters: int) -> list[tuple[int, ...]]:
     return [(words, width), (width, words), *((layers, *side) for side in sides)]
 
 
-def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Sizes:
+def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None, *, is_guess: bool = False) -> Sizes:
     """Return the sizes of a transformer with parameters of these shapes, one by one or in stacks of layers or experts.
 
-    The width is the side of most elements. What occurs more often than an embedding and a head is in a layer.
+    The width is the side of most elements, which heads must divide unless shapes are a guess. What occurs more often
+    than an embedding and a head is in a layer.
     """
     shapes = [shape for shape in shapes if len(shape) > 1]
     elements = lambda side: sum(math.prod(shape) for shape in shapes if side in shape)
@@ -127,7 +128,7 @@ def sizes_of(shapes: Iterable[tuple[int, ...]], heads: int | None = None) -> Siz
     outside = (math.prod(matrix) for matrix in times if matrix not in in_layers)
     # Flax has an axis of heads: `[width, heads, size]`, `[heads, size, width]`.
     of_flax = [n for *_, n, size, last in (shape for shape in shapes if len(shape) > 2) if n * size == last == width]
-    if heads and layers and width % heads:
+    if heads and layers and width % heads and not is_guess:
         raise ValueError(f"`memory_plan`: {heads} heads do not divide the width, which is {width:,}.")
     heads = heads or next(iter(of_flax), None)
     return Sizes(
