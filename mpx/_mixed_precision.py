@@ -204,9 +204,9 @@ def _checked(tx: optax.GradientTransformationExtraArgs, policy: Policy) -> optax
     def update_fn(updates, state, params=None, **extra_args):
         require_cast(
             params,
-            "Those that `init` got were cast. `jax.jit(tx.init)` casts copies of the variables of an NNX model, not "
-            "the model: call `init` outside of `jax.jit`, or inside of `nnx.jit`. `equinox.apply_updates` widens them: "
-            "see `updates_in_param_dtype`.",
+            "Those that `init` got were cast. `optax.apply_updates` keeps dtypes (`equinox.apply_updates` does not: "
+            "see `updates_in_param_dtype`). `jax.jit(tx.init)` casts copies of the variables of an NNX model, not the "
+            "model: call `init` outside of `jax.jit`, or inside of `nnx.jit`.",
         )
         return tx.update(updates, state, params, **extra_args)
 
