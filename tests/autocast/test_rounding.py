@@ -70,6 +70,7 @@ def test_a_kept_rounding_is_exact_and_has_the_derivative_of_its_operand(dtype):
     np.testing.assert_array_equal(jax.linear_transpose(kept, x)(t)[0], t)
 
 
+@pytest.mark.slow
 def test_a_linear_function_under_autocast_can_be_transposed_as_solvers_do():
     matrix, b = 4 * np.eye(32, dtype=np.float32) + normal(0, 32, 32) / 8, normal(1, 16, 32)
     multiply = mpx.autocast(lambda a, v: v @ a, "bf16")

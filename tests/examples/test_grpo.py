@@ -51,6 +51,7 @@ def test_a_sampler_and_a_trainer_agree(recipe):
     assert distance(unrounded, trained) > 10 * max(distance(sampled, trained), 1e-5)
 
 
+@pytest.mark.slow
 def test_the_step_samples_answers_and_learns_from_their_rewards():
     start, step = grpo.make_step("bf16-split")
     params, opt_state = start(jax.random.key(0))

@@ -73,7 +73,9 @@ def losses_on(count, recipe, **options):
     ("recipe", "options", "tolerance"),
     [
         ("f32", {}, 1e-5),
-        ("bf16-split24-8bit", {"kept": mpx.Blockwise8bit(), "grad_dtype": "bf16"}, 2e-3),
+        pytest.param(
+            *("bf16-split24-8bit", {"kept": mpx.Blockwise8bit(), "grad_dtype": "bf16"}, 2e-3), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_eight_devices_train_with_the_losses_of_one(recipe, options, tolerance):

@@ -97,7 +97,13 @@ def moved(folder, kind, model, counts, shapes=None):
         saved = jax.tree.map(np.asarray, run)
 
 
-@pytest.mark.parametrize(("kind", "model"), [("automatic", ROWS), ("automatic", COLUMNS), ("explicit", ROWS)])
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        *[pytest.param("automatic", model, marks=pytest.mark.slow) for model in (ROWS, COLUMNS)],
+        ("explicit", ROWS),
+    ],
+)
 def test_a_run_goes_from_eight_devices_to_one_and_then_to_four(kind, model, tmp_path):
     """Blocks of 256 numbers may reach over rows of 64: each device has 128 of them."""
     moved(tmp_path, kind, model, (8, 1, 4))

@@ -382,7 +382,7 @@ def trained_by_nnx(recipe, names, kind=nnx.Optimizer, steps=2, cast_first=True):
 
 
 @pytest.mark.filterwarnings("ignore:`autocast`. no matrix product")  # of this small model in 8 bits
-@pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
+@pytest.mark.parametrize("kind", cases([nnx.Optimizer, nnx.ModelAndOptimizer], [nnx.ModelAndOptimizer]))
 @pytest.mark.parametrize("recipe", cases(ALL_RECIPES, ["bf16-split24-4bit"]))
 def test_an_optimizer_of_nnx_trains_a_model_with_names_as_one_without(recipe, kind):
     plain, state = trained_by_nnx(recipe, False, kind)
