@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
@@ -35,6 +36,11 @@ def dtype_of(v: Any) -> Any:
 def is_f32(v: Any) -> bool:
     """Return whether an operand is a float32 array."""
     return dtype_of(v) == np.float32
+
+
+def is_half(v: Any) -> bool:
+    """Return whether an operand is a floating array in 16 bits."""
+    return dtype_of(v).itemsize == 2 and jnp.issubdtype(dtype_of(v), jnp.floating)
 
 
 def open_jaxpr(jaxpr: Any) -> jex_core.Jaxpr:

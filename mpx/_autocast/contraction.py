@@ -14,6 +14,7 @@ from mpx._autocast import fp8, rounding
 from mpx._autocast import wide_gradients as wide
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.tags import UNKNOWN, Tag
+from mpx._jaxprs import is_f32, is_half
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 _VECTOR = "an operand is a vector, or one for each channel"
@@ -68,7 +69,7 @@ def _products_of_convolution(eqn: JaxprEqn) -> int:
 def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Tag]) -> str | None:
     """Return why a contraction, of operands with these tags, cannot be narrowed, or None."""
     operands = [_aval(v).dtype for v in eqn.invars[:2]]
-    if np.float32 not in operands or not all(dtype == np.float32 or _is_half(dtype) for dtype in operands):
+    if np.float32 not in operands or not all(is_f32(v) or is_half(v) for v in eqn.invars[:2]):
         return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
     result = _aval(eqn.outvars[0]).dtype
     if result not in (np.float32, precision.dtype):  # the result would be rounded twice
@@ -195,7 +196,3 @@ def with_rounded_cotangent(x: jax.Array, dtype: np.dtype) -> jax.Array:
 def _aval(v: Any) -> Any:
     """Return the type of an operand; jax annotates it too generally."""
     return v.aval
-
-
-def _is_half(dtype: np.dtype) -> bool:
-    return dtype.itemsize == 2 and jax.numpy.issubdtype(dtype, np.floating)

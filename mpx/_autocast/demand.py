@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
@@ -11,7 +10,7 @@ from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import Demand, Step
 from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.tags import is_smaller
-from mpx._jaxprs import called_jaxpr, dtype_of, is_f32, is_literal, open_jaxpr
+from mpx._jaxprs import called_jaxpr, dtype_of, is_f32, is_half, is_literal, open_jaxpr
 from mpx._primitives import facts_of, is_call
 
 _UNKNOWN = Demand()
@@ -78,8 +77,7 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
 
 def _is_cast(eqn: JaxprEqn) -> bool:
     """Return whether an equation rounds a float32 value to 16 bits, as the program asks."""
-    is_to_16_bits = lambda v: jnp.issubdtype(dtype_of(v), jnp.floating) and dtype_of(v).itemsize == 2
-    return eqn.primitive.name == "convert_element_type" and is_f32(eqn.invars[0]) and is_to_16_bits(eqn.outvars[0])
+    return eqn.primitive.name == "convert_element_type" and is_f32(eqn.invars[0]) and is_half(eqn.outvars[0])
 
 
 def _are_activated(eqn: JaxprEqn, results: list[Demand]) -> bool:

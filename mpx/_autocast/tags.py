@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from mpx._autocast import precision as precisions
 from mpx._autocast.precision import ContractionPrecision
-from mpx._jaxprs import dtype_of, is_f32, is_literal
+from mpx._jaxprs import dtype_of, is_f32, is_half, is_literal
 from mpx._primitives import facts_of
 
 
@@ -71,7 +71,7 @@ def tag_of_elements(eqn: JaxprEqn, pairs: Sequence[tuple[Any, Tag]], result: Any
     arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
     asked = [tag.precision for _, tag in arrays if tag.precision is not None]
     facts = facts_of(eqn)
-    casts = eqn.primitive.name == "convert_element_type" and dtype_of(result).itemsize == 2
+    casts = eqn.primitive.name == "convert_element_type" and is_half(result)
     is_broadcast = facts.elementwise and any(is_smaller(v, result) for v, _ in arrays)
     return Tag(
         _common_dtype(eqn, floats, result, constants_in),

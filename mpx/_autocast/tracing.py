@@ -11,13 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from mpx import _errors
 from mpx._autocast.rules import DEFAULT_RULES
-from mpx._jaxprs import dtype_of, open_jaxpr, propagate, propagate_inside, scan_counts
+from mpx._jaxprs import dtype_of, is_half, open_jaxpr, propagate, propagate_inside, scan_counts
 from mpx._primitives import facts_of
 
 Halves = Mapping[int, np.dtype]  # the 16-bit dtypes of arrays, by positions
@@ -101,10 +100,10 @@ def _that_meet_casts_or_others(program: Any) -> tuple[set[int], set[int]]:
             return loop(eqn, origins)
         if facts.runs:
             return [met(*column) for column in propagate_inside(eqn, origins, rule, lambda _: _ELSEWHERE)]
-        if eqn.primitive.name == "convert_element_type" and _is_half(dtype_of(eqn.outvars[0])):
+        if eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0]):
             return [_Origin(is_cast=True)]
         is_move = DEFAULT_RULES.get(eqn.primitive.name) == "follow"
-        moved = [origin for v, origin in zip(eqn.invars, origins, strict=True) if is_move and _is_half(dtype_of(v))]
+        moved = [origin for v, origin in zip(eqn.invars, origins, strict=True) if is_move and is_half(v)]
         return [met(*moved)] * len(eqn.outvars)
 
     def loop(eqn: JaxprEqn, origins: list[_Origin]) -> Sequence[_Origin]:
@@ -119,7 +118,3 @@ def _that_meet_casts_or_others(program: Any) -> tuple[set[int], set[int]]:
 
     follow(program, [_Origin(frozenset([i])) for i in range(len(open_jaxpr(program).invars))])
     return casts, others
-
-
-def _is_half(dtype: Any) -> bool:
-    return dtype.itemsize == 2 and jnp.issubdtype(dtype, jnp.floating)
