@@ -1,30 +1,47 @@
-"""Set up the whole suite: eight CPU devices, a quick compiler, a cache of compiled programs, names for doctests."""
+"""Set up the whole suite: eight CPU devices, a quick compiler, a cache of compiled
+programs, names for doctests.
+"""
 
 import gc
 import importlib.metadata
 import os
 import pathlib
 
-# Without LLVM's optimizations and XLA's newer emitters a program compiles in a third of the time. Where XLA_FLAGS is
-# set, be it empty, on a GPU, and with a later jaxlib (which knows no flag for the emitters), programs are compiled as a
-# user's are. So `.ci/run` repeats the numerical part.
+# Without LLVM's optimizations and XLA's newer emitters a program compiles in a third of
+# the time. Where XLA_FLAGS is set, be it empty, on a GPU, and with a later jaxlib
+# (which knows no flag for the emitters), programs are compiled as a user's are. So
+# `.ci/run` repeats the numerical part.
 if (
     "XLA_FLAGS" not in os.environ
     and importlib.metadata.version("jaxlib").startswith("0.10.")
     and not importlib.metadata.entry_points(group="jax_plugins")
 ):
-    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    )
     os.environ["XLA_FLAGS"] += "--xla_cpu_use_fusion_emitters=false"
-# Eight devices share few cores: one that waits longer than 40 seconds for another one would end the process.
+# Eight devices share few cores: one that waits longer than 40 seconds for another one
+# would end the process.
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-# Tests compile for GPUs that are not here. JAX reads this when its first backend starts, in whatever test that is.
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    )
+    os.environ["XLA_FLAGS"] += (
+        " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    )
+# Tests compile for GPUs that are not here. JAX reads this when its first backend
+# starts, in whatever test that is.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # by several workers; nothing runs on a TPU
-# Tests share compiled programs with each other, with the processes that they start, and with the next run. The folder
-# is where pytest keeps what plugins cache, so that `--cache-clear` empties it.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent / ".pytest_cache" / "d" / "jax"))
+os.environ.setdefault(
+    "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
+)  # by several workers; nothing runs on a TPU
+# Tests share compiled programs with each other, with the processes that they start, and
+# with the next run. The folder is where pytest keeps what plugins cache, so that
+# `--cache-clear` empties it.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(pathlib.Path(__file__).parent / ".pytest_cache" / "d" / "jax"),
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
@@ -38,24 +55,43 @@ import pytest
 import mpx
 from mpx._autocast import plan
 
-# How many examples Hypothesis tries: few by default, all in CI. `tests.helpers.examples` scales a test's own number.
-hypothesis.settings.register_profile("full", deadline=None, derandomize=True, print_blob=True, max_examples=100)
-hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("full"), max_examples=20)
+# How many examples Hypothesis tries: few by default, all in CI.
+# `tests.helpers.examples` scales a test's own number.
+hypothesis.settings.register_profile(
+    "full", deadline=None, derandomize=True, print_blob=True, max_examples=100
+)
+hypothesis.settings.register_profile(
+    "quick", hypothesis.settings.get_profile("full"), max_examples=20
+)
 hypothesis.settings.load_profile("full" if "MPX_FULL" in os.environ else "quick")
 
-gc.set_threshold(100_000, 50, 100)  # tracing makes many objects and little garbage; a search takes 7% of the time
+gc.set_threshold(
+    100_000, 50, 100
+)  # tracing makes many objects and little garbage; a search takes 7% of the time
 
 
 @pytest.fixture(autouse=True)
 def one_device_in_sight(request, monkeypatch):
-    """The processes of the tests have eight devices; programs are made for one, except in tests with the mark."""
+    """The processes of the tests have eight devices; programs are made for one, except
+    in tests with the mark.
+    """
     if not request.node.get_closest_marker("many_devices"):
         monkeypatch.setattr(plan, "are_several_in_sight", lambda: False)
 
 
 @pytest.fixture(autouse=True)
 def names_for_doctests(doctest_namespace):
-    """Give examples in docstrings the names that a user's file has after its imports."""
+    """Give examples in docstrings the names that a user's file has after its
+    imports.
+    """
     public = {name: getattr(mpx, name) for name in dir(mpx) if not name.startswith("_")}
-    formats = {name: getattr(mpx.formats, name) for name in dir(mpx.formats) if not name.startswith("_")}
-    doctest_namespace.update(formats | public | {"mpx": mpx, "jax": jax, "jnp": jnp, "np": np, "optax": optax})
+    formats = {
+        name: getattr(mpx.formats, name)
+        for name in dir(mpx.formats)
+        if not name.startswith("_")
+    }
+    doctest_namespace.update(
+        formats
+        | public
+        | {"mpx": mpx, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
+    )

@@ -1,10 +1,12 @@
-"""A transformer in the forms that are measured: left to `mpx.autocast`, or cast by hand. It is written in Flax Linen.
+"""A transformer in the forms that are measured: left to `mpx.autocast`, or cast by
+hand. It is written in Flax Linen.
 
-The model has two dtypes; with none of them, the same lines are left to `mpx.autocast`. Products take their operands in
-the first and have their result in it, and so does what is computed from that alone, such as an activation. The second
-is the dtype of the stream: what products are added to, and what norms return. Statistics of norms, softmaxes and the
-loss are float32 in every form. By hand with a float32 stream is what `torch.autocast` does with a transformer; both in
-bfloat16 is what saves most.
+The model has two dtypes; with none of them, the same lines are left to `mpx.autocast`.
+Products take their operands in the first and have their result in it, and so does what
+is computed from that alone, such as an activation. The second is the dtype of the
+stream: what products are added to, and what norms return. Statistics of norms,
+softmaxes and the loss are float32 in every form. By hand with a float32 stream is what
+`torch.autocast` does with a transformer; both in bfloat16 is what saves most.
 
 Shapes: B examples, T positions, C = width, H heads of size D = C / H, V tokens.
 """
@@ -41,9 +43,11 @@ class Dtypes(NamedTuple):
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the cross-entropy of logits (..., V) and labels (...), in float32 or wider.
+    """Return the cross-entropy of logits (..., V) and labels (...), in float32 or
+    wider.
 
-    A label is compared with an iota: the gradient of a look-up would be a scatter into all logits.
+    A label is compared with an iota: the gradient of a look-up would be a scatter into
+    all logits.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
@@ -52,7 +56,9 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 class Attention(nn.Module):
-    """Causal self-attention by `jax.nn.dot_product_attention`; cuDNN's kernel takes bfloat16 in every form."""
+    """Causal self-attention by `jax.nn.dot_product_attention`; cuDNN's kernel takes
+    bfloat16 in every form.
+    """
 
     heads: int
     dtypes: Dtypes
@@ -61,12 +67,22 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, C)
         """Mix each position with those before it."""
-        joined = nn.Dense(3 * x.shape[-1], dtype=self.dtypes.products, name="query_key_value")(x)
-        operands = joined.astype(jnp.bfloat16) if self.implementation == "cudnn" else joined
+        joined = nn.Dense(
+            3 * x.shape[-1], dtype=self.dtypes.products, name="query_key_value"
+        )(x)
+        operands = (
+            joined.astype(jnp.bfloat16) if self.implementation == "cudnn" else joined
+        )
         if joined.dtype == jnp.float16 and jax.default_backend() == "cpu":
-            operands = joined.astype(jnp.float32)  # XLA on CPU has no products of float16 numbers with float32 sums
-        parts = jnp.split(operands.reshape(*x.shape[:-1], 3 * self.heads, -1), 3, axis=-2)  # 3 of (B, T, H, D)
-        mixed = jax.nn.dot_product_attention(*parts, is_causal=True, implementation=self.implementation)
+            operands = joined.astype(
+                jnp.float32
+            )  # XLA on CPU has no products of float16 numbers with float32 sums
+        parts = jnp.split(
+            operands.reshape(*x.shape[:-1], 3 * self.heads, -1), 3, axis=-2
+        )  # 3 of (B, T, H, D)
+        mixed = jax.nn.dot_product_attention(
+            *parts, is_causal=True, implementation=self.implementation
+        )
         mixed = mixed.astype(joined.dtype).reshape(x.shape)
         return nn.Dense(x.shape[-1], dtype=self.dtypes.products, name="out")(mixed)
 
@@ -79,8 +95,12 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # (B, T, C)
         """Return what is added to the residual stream."""
-        hidden = gelu(nn.Dense(4 * x.shape[-1], dtype=self.dtypes.products, name="expand")(x))
-        return nn.Dense(x.shape[-1], dtype=self.dtypes.products, name="contract")(hidden)
+        hidden = gelu(
+            nn.Dense(4 * x.shape[-1], dtype=self.dtypes.products, name="expand")(x)
+        )
+        return nn.Dense(x.shape[-1], dtype=self.dtypes.products, name="contract")(
+            hidden
+        )
 
 
 class Transformer(nn.Module):
@@ -98,18 +118,28 @@ class Transformer(nn.Module):
         """Return the logits of each next token (B, T, V)."""
         dtypes = self.dtypes
         norm = lambda x, name: nn.LayerNorm(dtype=dtypes.stream, name=name)(x)
-        tokens = nn.Embed(self.vocabulary, self.width, dtype=dtypes.stream, name="tokens")
-        positions = self.param("positions", nn.initializers.normal(0.02), (inputs.shape[1], self.width))
+        tokens = nn.Embed(
+            self.vocabulary, self.width, dtype=dtypes.stream, name="tokens"
+        )
+        positions = self.param(
+            "positions", nn.initializers.normal(0.02), (inputs.shape[1], self.width)
+        )
         x = dtypes.in_stream(tokens(inputs)) + dtypes.in_stream(positions)[None]
         for i in range(self.layers):
-            attention = Attention(self.heads, dtypes, self.attention, name=f"attention_{i}")
+            attention = Attention(
+                self.heads, dtypes, self.attention, name=f"attention_{i}"
+            )
             x = x + dtypes.in_stream(attention(norm(x, f"attention_norm_{i}")))
             x = x + dtypes.in_stream(Mlp(dtypes, name=f"mlp_{i}")(norm(x, f"norm_{i}")))
-        return dtypes.for_product(norm(x, "norm")) @ dtypes.for_product(tokens.embedding).T
+        return (
+            dtypes.for_product(norm(x, "norm")) @ dtypes.for_product(tokens.embedding).T
+        )
 
 
 class Size(NamedTuple):
-    """Sizes of the model and of its batch; attention by cuDNN needs a GPU, or a target."""
+    """Sizes of the model and of its batch; attention by cuDNN needs a GPU, or a
+    target.
+    """
 
     width: int
     layers: int
@@ -121,27 +151,37 @@ class Size(NamedTuple):
 
     def model(self, dtypes: Dtypes) -> Transformer:
         """Return the model."""
-        return Transformer(self.width, self.layers, self.heads, self.vocabulary, dtypes, self.attention)
+        return Transformer(
+            self.width, self.layers, self.heads, self.vocabulary, dtypes, self.attention
+        )
 
 
 SIZES = {
     "tiny": Size(width=192, layers=4, heads=6, context=64, vocabulary=1024, batch=4),
-    "gpt2": Size(width=768, layers=12, heads=12, context=1024, vocabulary=50_304, batch=8),
+    "gpt2": Size(
+        width=768, layers=12, heads=12, context=1024, vocabulary=50_304, batch=8
+    ),
 }
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 
 
 def make_params(size: Size, dtype: Any, seed: int = 0) -> Any:
-    """Return the initial parameters, which are the same whatever a model computes in."""
+    """Return the initial parameters, which are the same whatever a model computes
+    in.
+    """
     module = size._replace(attention="xla").model(Dtypes())
-    init = lambda: module.init(jax.random.key(seed), jnp.zeros((1, size.context), jnp.int32))["params"]
+    init = lambda: module.init(
+        jax.random.key(seed), jnp.zeros((1, size.context), jnp.int32)
+    )["params"]
     return jax.tree.map(lambda p: p.astype(dtype), jax.jit(init)())
 
 
 def make_tokens(size: Size, seed: int = 0) -> jax.Array:
     """Return random sequences with one token more than the model reads."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.integers(size.vocabulary, size=(size.batch, size.context + 1)), jnp.int32)
+    return jnp.asarray(
+        rng.integers(size.vocabulary, size=(size.batch, size.context + 1)), jnp.int32
+    )
 
 
 def shapes(size: Size, dtype: Any) -> tuple[Any, Any]:
@@ -165,15 +205,17 @@ def make_loss(size: Size, dtypes: Dtypes) -> Loss:
 class Form(NamedTuple):
     """One way to run the model."""
 
-    # Makes the loss from the dtype of products, and from a function that makes the model's loss for the dtypes that are
-    # written into its layers.
+    # Makes the loss from the dtype of products, and from a function that makes the
+    # model's loss for the dtypes that are written into its layers.
     make: Callable[[Any, Callable[[Dtypes], Loss]], Loss]
     beside: str | None = None  # the form by hand that it is compared with, if any
 
 
 def autocast_form(beside: str, **options: Any) -> Form:
     """Return the model without dtypes under `mpx.autocast`."""
-    return Form(lambda half, model: mpx.autocast(model(Dtypes()), half, **options), beside)
+    return Form(
+        lambda half, model: mpx.autocast(model(Dtypes()), half, **options), beside
+    )
 
 
 dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)

@@ -1,18 +1,24 @@
-"""Llamas on GPUs that are not here, read off the programs of `examples.llama`: what fits, and what devices send.
+"""Llamas on GPUs that are not here, read off the programs of `examples.llama`: what
+fits, and what devices send.
 
     PYTHONPATH=. python -m benchmarks.llama
     PYTHONPATH=. python -m benchmarks.llama --sizes
     PYTHONPATH=. python -m benchmarks.llama --largest
     PYTHONPATH=. python -m benchmarks.llama --rules
 
-Nothing runs: each figure is of a program that XLA makes (15 to 60 seconds on two cores). A step is loss, gradient,
-clipping by the global norm and fused AdamW of sequences of 4,096 tokens; weights, gradients and state are divided among
-all GPUs. A program fits if its peak takes at most `USABLE` of the memory: CUDA and NCCL need the rest.
+Nothing runs: each figure is of a program that XLA makes (15 to 60 seconds on two
+cores). A step is loss, gradient, clipping by the global norm and fused AdamW of
+sequences of 4,096 tokens; weights, gradients and state are divided among all GPUs. A
+program fits if its peak takes at most `USABLE` of the memory: CUDA and NCCL need the
+rest.
 
-- Sizes: of each case three programs, of 1, 4 and 8 sequences a GPU. The largest batch is on a line through two of them.
-- Largest: of each recipe two programs, of few layers and of more. The largest depth is on the line through both, or
-  just below: the program of that depth is made, and its peak shown.
-- Rules: AdamW beside Muon, of whose matrices each is whole on one GPU (`mpx.whole_matrices`).
+- Sizes: of each case three programs, of 1, 4 and 8 sequences a GPU. The largest batch
+  is on a line through two of them.
+- Largest: of each recipe two programs, of few layers and of more. The largest depth is
+  on the line through both, or just below: the program of that depth is made, and its
+  peak shown.
+- Rules: AdamW beside Muon, of whose matrices each is whole on one GPU
+  (`mpx.whole_matrices`).
 """
 
 from collections.abc import Iterator
@@ -31,12 +37,24 @@ from mpx.tools.program.targets import TARGETS
 USABLE = 0.95  # with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95; by default JAX uses 0.75
 LENGTH = 4096
 GPUS = {"h100": "H100", "h200": "H200", "b200": "B200"}
-CASES = (("8B", 1), ("8B", 8), ("8B", 64), ("70B", 8), ("70B", 64), ("70B", 512), ("405B", 64), ("405B", 512))
+CASES = (
+    ("8B", 1),
+    ("8B", 8),
+    ("8B", 64),
+    ("70B", 8),
+    ("70B", 64),
+    ("70B", 512),
+    ("405B", 64),
+    ("405B", 512),
+)
 SMALL: Row = {"attention": "cudnn", "kept": mpx.Blockwise8bit(), "grad_dtype": "bf16"}
 RECIPES: dict[str, Row] = {
     "f32": {},  # cuDNN's attention is for 16 bits
     "bf16-masters": {"attention": "cudnn"},
-    **dict.fromkeys(("bf16-split", "bf16-split-8bit", "bf16-split24-8bit", "bf16-split24-4bit"), SMALL),
+    **dict.fromkeys(
+        ("bf16-split", "bf16-split-8bit", "bf16-split24-8bit", "bf16-split24-4bit"),
+        SMALL,
+    ),
 }
 # One sort of GPU, how many, the widths of the model, and two depths.
 MACHINES = (
@@ -69,20 +87,31 @@ LARGEST_COLUMNS = {
 }
 
 
-def read(size: str, gpu: str, count: int, recipe: str, **options: Any) -> tuple[StepReport, int]:
+def read(
+    size: str, gpu: str, count: int, recipe: str, **options: Any
+) -> tuple[StepReport, int]:
     """Return the report of a step, and how many parameters the model has."""
     jax.clear_caches()
-    target = gpu if TARGETS[gpu].gpu else "h100"  # XLA's figures of some GPUs are not known
+    target = (
+        gpu if TARGETS[gpu].gpu else "h100"
+    )  # XLA's figures of some GPUs are not known
     gpus = target_devices(target, count) if count > 1 else ()
     with flash_attention():
-        step, arguments, _ = llama.step_and_arguments(size, recipe, gpus, length=LENGTH, **options)
+        step, arguments, _ = llama.step_and_arguments(
+            size, recipe, gpus, length=LENGTH, **options
+        )
         report = mpx.step_report(step, *arguments, target=target)
-    print(f"{size} {count} x {gpu} {recipe}: {report.peak_bytes / 2**30:.2f} GiB", flush=True)
+    print(
+        f"{size} {count} x {gpu} {recipe}: {report.peak_bytes / 2**30:.2f} GiB",
+        flush=True,
+    )
     return report, sum(leaf.size for leaf in jax.tree.leaves(arguments[0]))
 
 
 def most(budget: float, points: list[tuple[int, int]]) -> int:
-    """Return how many of something fit into a budget, on the line through two pairs of a number and its bytes."""
+    """Return how many of something fit into a budget, on the line through two pairs of
+    a number and its bytes.
+    """
     (a, bytes_of_a), (b, bytes_of_b) = points
     return int(a + (budget - bytes_of_a) * (b - a) / (bytes_of_b - bytes_of_a))
 
@@ -93,15 +122,32 @@ def usable(gpu: str) -> float:
 
 
 def sizes() -> Iterator[Row]:
-    """Yield what Llamas need on several GPUs, by the recipe that holds 7 bytes a parameter."""
+    """Yield what Llamas need on several GPUs, by the recipe that holds 7 bytes a
+    parameter.
+    """
     for size, count in CASES:
-        of = lambda rows, size=size, count=count: read(size, "h200", count, "bf16-split24-8bit", rows=rows, **SMALL)
-        one, parameters = of(1)
-        points = [(1, one.peak_bytes), *((rows, of(rows)[0].peak_bytes) for rows in (4, 8))]
-        sent = lambda kind, report=one, n=parameters: (
-            sum(count for name, count in report.sent_by_kind.items() if name.startswith(kind)) / n
+        of = lambda rows, size=size, count=count: read(
+            size, "h200", count, "bf16-split24-8bit", rows=rows, **SMALL
         )
-        row = {"size": size, "count": count, "gathers": sent("all-gather"), "sums": sent("reduce-scatter")}
+        one, parameters = of(1)
+        points = [
+            (1, one.peak_bytes),
+            *((rows, of(rows)[0].peak_bytes) for rows in (4, 8)),
+        ]
+        sent = lambda kind, report=one, n=parameters: (
+            sum(
+                count
+                for name, count in report.sent_by_kind.items()
+                if name.startswith(kind)
+            )
+            / n
+        )
+        row = {
+            "size": size,
+            "count": count,
+            "gathers": sent("all-gather"),
+            "sums": sent("reduce-scatter"),
+        }
         row |= {"held": one.argument_bytes / 2**30, "peak": one.peak_bytes / 2**30}
         for gpu in GPUS:
             few, many = points[:2], points[1:]
@@ -114,13 +160,32 @@ def rules() -> Iterator[Row]:
     """Yield what Llamas need on H100s by AdamW and by Muon."""
     for size, count in BY_RULE:
         for rule in ("adamw", "muon"):
-            report, parameters = read(size, "h100", count, "bf16-split24-8bit", rule=rule, loss_parts=8, **SMALL)
+            report, parameters = read(
+                size,
+                "h100",
+                count,
+                "bf16-split24-8bit",
+                rule=rule,
+                loss_parts=8,
+                **SMALL,
+            )
             sent = report.sent_by_kind.get("all-to-all bf16", 0)
-            row = {"size": size, "count": count, "rule": rule, "sent": sent / parameters, "bound": report.bound_seconds}
-            yield row | {"held": report.argument_bytes / 2**30, "peak": report.peak_bytes / 2**30}
+            row = {
+                "size": size,
+                "count": count,
+                "rule": rule,
+                "sent": sent / parameters,
+                "bound": report.bound_seconds,
+            }
+            yield row | {
+                "held": report.argument_bytes / 2**30,
+                "peak": report.peak_bytes / 2**30,
+            }
 
 
-def deepest(gpu: str, count: int, size: str, depths: tuple[int, int], recipe: str) -> str:
+def deepest(
+    gpu: str, count: int, size: str, depths: tuple[int, int], recipe: str
+) -> str:
     """Return the parameters of the deepest model that a recipe trains, and its peak."""
     of = lambda depth: read(size, gpu, count, recipe, depth=depth, **RECIPES[recipe])
     points = [(depth, of(depth)[0].peak_bytes) for depth in depths]
@@ -132,21 +197,43 @@ def deepest(gpu: str, count: int, size: str, depths: tuple[int, int], recipe: st
 
 
 def main(
-    only_sizes: Annotated[bool, typer.Option("--sizes", help="Only the first table.")] = False,
-    only_largest: Annotated[bool, typer.Option("--largest", help="Only the second table.")] = False,
-    only_rules: Annotated[bool, typer.Option("--rules", help="Only the third table.")] = False,
+    only_sizes: Annotated[
+        bool, typer.Option("--sizes", help="Only the first table.")
+    ] = False,
+    only_largest: Annotated[
+        bool, typer.Option("--largest", help="Only the second table.")
+    ] = False,
+    only_rules: Annotated[
+        bool, typer.Option("--rules", help="Only the third table.")
+    ] = False,
 ) -> None:
     """Make the programs, and print the tables."""
     if not (only_sizes or only_largest):
-        print(Sheet("Llamas by two rules, `bf16-split24-8bit`", list(rules()), RULE_COLUMNS).markdown())
+        print(
+            Sheet(
+                "Llamas by two rules, `bf16-split24-8bit`", list(rules()), RULE_COLUMNS
+            ).markdown()
+        )
     if not (only_largest or only_rules):
-        print(Sheet("Llamas by `bf16-split24-8bit`", list(sizes()), SIZE_COLUMNS).markdown())
+        print(
+            Sheet(
+                "Llamas by `bf16-split24-8bit`", list(sizes()), SIZE_COLUMNS
+            ).markdown()
+        )
     if not (only_sizes or only_rules):
         largest = [
-            {"recipe": recipe} | {f"{machine[0]} {machine[1]}": deepest(*machine, recipe) for machine in MACHINES}
+            {"recipe": recipe}
+            | {
+                f"{machine[0]} {machine[1]}": deepest(*machine, recipe)
+                for machine in MACHINES
+            }
             for recipe in RECIPES
         ]
-        print(Sheet("Billions of parameters that AdamW trains", largest, LARGEST_COLUMNS).markdown())
+        print(
+            Sheet(
+                "Billions of parameters that AdamW trains", largest, LARGEST_COLUMNS
+            ).markdown()
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""How near Muon in few bits ends to Muon in float32: the small GPT of `examples.gpt.compare`.
+"""How near Muon in few bits ends to Muon in float32: the small GPT of
+`examples.gpt.compare`.
 
     PYTHONPATH=. python -m benchmarks.muon
     PYTHONPATH=. python -m benchmarks.muon --steps 1000 --seeds 3
 
-The model computes in float32 but in the cases of recipes, which compute in bfloat16. A gap is the validation loss
-minus that of float32 Muon with the same seed, in spreads: the standard deviation of float32 Muon over the seeds. Muon
-has a peak rate of 0.01, AdamW, which also updates embeddings, norms and biases beside it, one of 3e-4. On one device
-nothing is sent, but `sent` rounds all the same.
+The model computes in float32 but in the cases of recipes, which compute in bfloat16. A
+gap is the validation loss minus that of float32 Muon with the same seed, in spreads:
+the standard deviation of float32 Muon over the seeds. Muon has a peak rate of 0.01,
+AdamW, which also updates embeddings, norms and biases beside it, one of 3e-4. On one
+device nothing is sent, but `sent` rounds all the same.
 """
 
 import statistics
@@ -34,10 +36,18 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     'products="f16", sent="bf16"': ({"products": "f16", "sent": "bf16"}, "f32"),
     "8-bit moments": ({}, "8-bit"),
     "`bf16-split`": ({}, "bf16-split"),
-    "`bf16-split24-8bit`, both": ({"products": "f16", "sent": "bf16"}, "bf16-split24-8bit"),
+    "`bf16-split24-8bit`, both": (
+        {"products": "f16", "sent": "bf16"},
+        "bf16-split24-8bit",
+    ),
     "AdamW": ({}, "adamw"),
 }
-COLUMNS = {"what": "{what}", "loss": "{loss:.4f}", "gap, spreads": "{gap:+.2f}", "largest": "{largest:+.2f}"}
+COLUMNS = {
+    "what": "{what}",
+    "loss": "{loss:.4f}",
+    "gap, spreads": "{gap:+.2f}",
+    "largest": "{largest:+.2f}",
+}
 
 
 def is_matrix(path: Any, p: Any) -> bool:
@@ -45,18 +55,27 @@ def is_matrix(path: Any, p: Any) -> bool:
     return p.ndim == 2 and "embedding" not in jax.tree_util.keystr(path)
 
 
-def make_tx(hyperparameters: training.Hyperparameters, options: dict[str, Any], how: str) -> Any:
+def make_tx(
+    hyperparameters: training.Hyperparameters, options: dict[str, Any], how: str
+) -> Any:
     """Return Muon with a schedule, and what a case puts around it."""
     schedule = hyperparameters.schedule()
-    numbers = lambda path, p: optax.contrib.MuonDimensionNumbers() if is_matrix(path, p) else None
+    numbers = lambda path, p: (
+        optax.contrib.MuonDimensionNumbers() if is_matrix(path, p) else None
+    )
     rule = optax.contrib.muon(
         lambda step: schedule(step) * (RATE / ADAM_RATE),
         weight_decay=hyperparameters.weight_decay,
         adam_learning_rate=schedule,
         adam_b2=hyperparameters.b2,
-        muon_weight_dimension_numbers=lambda params: jax.tree.map_with_path(numbers, params),
+        muon_weight_dimension_numbers=lambda params: jax.tree.map_with_path(
+            numbers, params
+        ),
     )
-    tx = optax.chain(optax.clip_by_global_norm(hyperparameters.clip_norm), mpx.whole_matrices(rule, **options))
+    tx = optax.chain(
+        optax.clip_by_global_norm(hyperparameters.clip_norm),
+        mpx.whole_matrices(rule, **options),
+    )
     if how == "8-bit":
         return mpx.low_precision_state(tx, IN_8_BITS)
     return tx if how == "f32" else mpx.mixed_precision(tx, how, key=jax.random.key(0))
@@ -68,7 +87,10 @@ def losses(options: dict[str, Any], how: str, steps: int, seeds: int) -> list[fl
     recipe = get_recipe(how if how.startswith("bf16") else "f32")
     tx = None if how == "adamw" else make_tx(hyperparameters, options, how)
     parts = compare.split(compare.read_text(None))
-    return [run.validation_losses[-1] for run in compare.train_recipe(recipe, seeds, hyperparameters, *parts, tx)]
+    return [
+        run.validation_losses[-1]
+        for run in compare.train_recipe(recipe, seeds, hyperparameters, *parts, tx)
+    ]
 
 
 def main(
@@ -82,10 +104,17 @@ def main(
         found = losses(options, how, steps, seeds)
         reference = reference or found
         gaps = (np.array(found) - reference) / statistics.stdev(reference)
-        row = {"what": what, "loss": statistics.fmean(found), "gap": gaps.mean(), "largest": max(gaps, key=abs)}
+        row = {
+            "what": what,
+            "loss": statistics.fmean(found),
+            "gap": gaps.mean(),
+            "largest": max(gaps, key=abs),
+        }
         rows.append(row)
         print(COLUMNS["loss"].format(**row), what, flush=True)
-    title = f"Muon on the small GPT, {steps} steps, {seeds} seeds, jax {jax.__version__}"
+    title = (
+        f"Muon on the small GPT, {steps} steps, {seeds} seeds, jax {jax.__version__}"
+    )
     print(Sheet(title, rows, COLUMNS).markdown())
 
 

@@ -1,18 +1,22 @@
-"""What one AdamW step costs: its time beside the same step by hand, and beside the bound of its program.
+"""What one AdamW step costs: its time beside the same step by hand, and beside the
+bound of its program.
 
     PYTHONPATH=. python -m benchmarks.on_gpu --parts optimizer --out found
 
-Six recipes, on the 148 tensors of GPT-2 124M and on one tensor of 2**27 numbers: float32 by Optax alone, which is the
-yardstick; float32 masters (full); their 16 low bits (split); split masters with both moments in 8 bits, without
-`mpx.fused_update` and with it; Kahan summation with bfloat16 moments. Parameters and gradients of the last five are
-bfloat16.
+Six recipes, on the 148 tensors of GPT-2 124M and on one tensor of 2**27 numbers:
+float32 by Optax alone, which is the yardstick; float32 masters (full); their 16 low
+bits (split); split masters with both moments in 8 bits, without `mpx.fused_update` and
+with it; Kahan summation with bfloat16 moments. Parameters and gradients of the last
+five are bfloat16.
 
-A step is `tx.update` and `optax.apply_updates`, or the same written for each tensor in plain `jax.numpy`
-(`benchmarks.adamw_by_hand`). Both are compiled ahead, with parameters and state donated, and run in turn, A B B A, from
-several fresh starts. Before that, the results of three steps are compared.
+A step is `tx.update` and `optax.apply_updates`, or the same written for each tensor in
+plain `jax.numpy` (`benchmarks.adamw_by_hand`). Both are compiled ahead, with parameters
+and state donated, and run in turn, A B B A, from several fresh starts. Before that, the
+results of three steps are compared.
 
-Beside the times stands what the compiled programs say (`benchmarks.reading`). The target: the time with mpx is at most
-1.03 of the time by hand. Sizes are divided by `scale`: the leading dimension of matrices, or the length of the tensor.
+Beside the times stands what the compiled programs say (`benchmarks.reading`). The
+target: the time with mpx is at most 1.03 of the time by hand. Sizes are divided by
+`scale`: the leading dimension of matrices, or the length of the tensor.
 """
 
 import functools
@@ -46,13 +50,21 @@ def adamw() -> optax.GradientTransformation:
 def split_8bit() -> optax.GradientTransformation:
     """Return AdamW with both moments in 8 bits, and split masters."""
     moments = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
-    return mpx.master_weights(mpx.low_precision_state(adamw(), moments), storage="split")
+    return mpx.master_weights(
+        mpx.low_precision_state(adamw(), moments), storage="split"
+    )
 
 
 def kahan() -> optax.GradientTransformation:
     """Return AdamW in 16 bits."""
-    options = {"momentum_dtype": jnp.bfloat16, "variance_dtype": jnp.bfloat16, "use_kahan_summation": True}
-    return mpx.any_precision_adamw(hand.LEARNING_RATE, weight_decay=hand.WEIGHT_DECAY, **options)
+    options = {
+        "momentum_dtype": jnp.bfloat16,
+        "variance_dtype": jnp.bfloat16,
+        "use_kahan_summation": True,
+    }
+    return mpx.any_precision_adamw(
+        hand.LEARNING_RATE, weight_decay=hand.WEIGHT_DECAY, **options
+    )
 
 
 class Recipe(NamedTuple):
@@ -71,7 +83,9 @@ class Recipe(NamedTuple):
     make: Callable[[], optax.GradientTransformation]
     by_hand: Callable
     beside: Callable[[jax.Array], jax.Array | None]
-    moment: Callable[[jax.Array, bool], Any] = lambda p, signed: jnp.zeros_like(p, jnp.float32)
+    moment: Callable[[jax.Array, bool], Any] = lambda p, signed: jnp.zeros_like(
+        p, jnp.float32
+    )
     is_fused: bool = False
 
 
@@ -82,13 +96,27 @@ def zeros(dtype: Any) -> Callable[[jax.Array], jax.Array]:
 
 RECIPES = {
     "f32": Recipe(jnp.float32, adamw, hand.plain_step, lambda p: None),
-    "full": Recipe(jnp.bfloat16, lambda: mpx.master_weights(adamw()), hand.full_step, lambda p: p.astype(jnp.float32)),
-    "split": Recipe(
-        jnp.bfloat16, lambda: mpx.master_weights(adamw(), storage="split"), hand.split_step, zeros(jnp.uint16)
+    "full": Recipe(
+        jnp.bfloat16,
+        lambda: mpx.master_weights(adamw()),
+        hand.full_step,
+        lambda p: p.astype(jnp.float32),
     ),
-    "split + 8-bit": Recipe(jnp.bfloat16, split_8bit, hand.split_step, zeros(jnp.uint16), hand.coded_zeros),
+    "split": Recipe(
+        jnp.bfloat16,
+        lambda: mpx.master_weights(adamw(), storage="split"),
+        hand.split_step,
+        zeros(jnp.uint16),
+    ),
+    "split + 8-bit": Recipe(
+        jnp.bfloat16, split_8bit, hand.split_step, zeros(jnp.uint16), hand.coded_zeros
+    ),
     "Kahan + bf16 moments": Recipe(
-        jnp.bfloat16, kahan, hand.kahan_step, jnp.zeros_like, lambda p, _: jnp.zeros_like(p)
+        jnp.bfloat16,
+        kahan,
+        hand.kahan_step,
+        jnp.zeros_like,
+        lambda p, _: jnp.zeros_like(p),
     ),
 }
 RECIPES["fused split + 8-bit"] = RECIPES["split + 8-bit"]._replace(is_fused=True)
@@ -103,7 +131,9 @@ class WithMpx(NamedTuple):
 
 
 def make_steps(recipe: Recipe) -> tuple[Callable, Callable]:
-    """Return the step by hand, and the step with mpx or with Optax alone, each of `(state, grads)`."""
+    """Return the step by hand, and the step with mpx or with Optax alone, each of
+    `(state, grads)`.
+    """
     tx = recipe.make()
 
     def by_hand(state: ByHand, grads: Any) -> ByHand:
@@ -119,26 +149,42 @@ def make_steps(recipe: Recipe) -> tuple[Callable, Callable]:
 
 
 def make_starts(recipe: Recipe, params: dict[str, jax.Array]) -> tuple[ByHand, WithMpx]:
-    """Return the two states to start from; steps get copies, since every step gives its old state back."""
+    """Return the two states to start from; steps get copies, since every step gives its
+    old state back.
+    """
     beside = {name: recipe.beside(p) for name, p in params.items()}
-    mu, nu = ({name: recipe.moment(p, signed) for name, p in params.items()} for signed in (True, False))
-    return ByHand(params, beside, mu, nu, jnp.int32(0)), WithMpx(params, recipe.make().init(params))
+    mu, nu = (
+        {name: recipe.moment(p, signed) for name, p in params.items()}
+        for signed in (True, False)
+    )
+    return ByHand(params, beside, mu, nu, jnp.int32(0)), WithMpx(
+        params, recipe.make().init(params)
+    )
 
 
 def make_data(shapes: Shapes) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Return float32 parameters and gradients: random, and of a model's magnitudes."""
     rng = np.random.default_rng(0)
-    normal = lambda shape, size: jnp.asarray(np.float32(size) * rng.standard_normal(shape, np.float32))
+    normal = lambda shape, size: jnp.asarray(
+        np.float32(size) * rng.standard_normal(shape, np.float32)
+    )
     make = lambda size: {name: normal(shape, size) for name, shape in shapes.items()}
     return make(0.02), make(1e-3)
 
 
 def compile_steps(
-    steps: Sequence[Callable], states: Sequence[Any], data: Any, options: dict[str, Any] | None = None
+    steps: Sequence[Callable],
+    states: Sequence[Any],
+    data: Any,
+    options: dict[str, Any] | None = None,
 ) -> list[Callable]:
-    """Return steps, compiled ahead with their states donated, as in training; only such programs can be read."""
+    """Return steps, compiled ahead with their states donated, as in training; only such
+    programs can be read.
+    """
     return [
-        jax.jit(step, donate_argnums=0).lower(state, data).compile(compiler_options=options)
+        jax.jit(step, donate_argnums=0)
+        .lower(state, data)
+        .compile(compiler_options=options)
         for step, state in zip(steps, states, strict=True)
     ]
 
@@ -150,12 +196,21 @@ def gpt2_shapes() -> Shapes:
         "attn.c_proj.w": (768, 768), "attn.c_proj.b": (768,), "ln_2.w": (768,), "ln_2.b": (768,),
         "mlp.c_fc.w": (768, 3072), "mlp.c_fc.b": (3072,), "mlp.c_proj.w": (3072, 768), "mlp.c_proj.b": (768,),
     }  # fmt: skip
-    shapes = {"wte": (50257, 768), "wpe": (1024, 768), "ln_f.w": (768,), "ln_f.b": (768,)}
-    return shapes | {f"h.{i}.{name}": shape for i in range(12) for name, shape in block.items()}
+    shapes = {
+        "wte": (50257, 768),
+        "wpe": (1024, 768),
+        "ln_f.w": (768,),
+        "ln_f.b": (768,),
+    }
+    return shapes | {
+        f"h.{i}.{name}": shape for i in range(12) for name, shape in block.items()
+    }
 
 
 def make_shapes(tensors: str, scale: int) -> Shapes:
-    """Return the shapes of GPT-2's tensors, with the rows of matrices divided, or of one shorter vector."""
+    """Return the shapes of GPT-2's tensors, with the rows of matrices divided, or of
+    one shorter vector.
+    """
     if tensors == "one":
         return {"one": (2**27 // scale,)}
     return {
@@ -171,26 +226,44 @@ def title_of(tensors: str, shapes: Shapes) -> str:
 
 
 # --- Comparison of results. ---
-def compare_results(steps: Sequence[Callable], states: Sequence[Any], grads: Any) -> list[Row]:
-    """Return for each part of the results how many numbers differ after a few steps, and by how much."""
+def compare_results(
+    steps: Sequence[Callable], states: Sequence[Any], grads: Any
+) -> list[Row]:
+    """Return for each part of the results how many numbers differ after a few steps,
+    and by how much.
+    """
     for _ in range(BITS_STEPS):
         states = [step(state, grads) for step, state in zip(steps, states, strict=True)]
     by_hand, ours = states
     moments = [optax.tree.get(ours.opt_state, name) for name in ("mu", "nu")]
-    masters = jax.tree.map(master_by_hand, by_hand.params, by_hand.beside, is_leaf=lambda x: x is None)
+    masters = jax.tree.map(
+        master_by_hand, by_hand.params, by_hand.beside, is_leaf=lambda x: x is None
+    )
     pairs = {
         "parameters": (by_hand.params, ours.params),
         "masters": (masters, mpx.master_params(ours.params, ours.opt_state)),
         "moments": ((by_hand.mu, by_hand.nu), moments),
     }
-    return differing(pairs) + zero_low_bits("by hand", by_hand.beside) + zero_low_bits("mpx", ours.opt_state)
+    return (
+        differing(pairs)
+        + zero_low_bits("by hand", by_hand.beside)
+        + zero_low_bits("mpx", ours.opt_state)
+    )
 
 
 def zero_low_bits(side: str, state: Any) -> list[Row]:
-    """Return a row if more low bits of masters are zero than the one of 65,536 that chance makes so: some were lost."""
+    """Return a row if more low bits of masters are zero than the one of 65,536 that
+    chance makes so: some were lost.
+    """
     low = [x for x in jax.tree.leaves(state) if x.dtype == np.uint16]
     zeros, size = sum(int(jnp.sum(x == 0)) for x in low), sum(x.size for x in low)
-    row = {"numbers": f"zero low bits, {side}", "differ": zeros, "of": size, "relative": 1.0, "absolute": 0.0}
+    row = {
+        "numbers": f"zero low bits, {side}",
+        "differ": zeros,
+        "of": size,
+        "relative": 1.0,
+        "absolute": 0.0,
+    }
     return [row] if zeros > size / 1_000 else []
 
 
@@ -198,16 +271,25 @@ def master_by_hand(p: jax.Array, beside: jax.Array | None) -> jax.Array:
     """Return the best float32 value of a parameter."""
     if beside is None or beside.dtype == jnp.float32:
         return p if beside is None else beside
-    return hand.joined(p, beside) if beside.dtype == jnp.uint16 else p.astype(jnp.float32) + beside.astype(jnp.float32)
+    return (
+        hand.joined(p, beside)
+        if beside.dtype == jnp.uint16
+        else p.astype(jnp.float32) + beside.astype(jnp.float32)
+    )
 
 
 def differing(pairs: dict[str, tuple[Any, Any]]) -> list[Row]:
     """Return a row for each kind of numbers in two results."""
-    return [{"numbers": kind} | differences(*map(jax.tree.leaves, pair)) for kind, pair in pairs.items()]
+    return [
+        {"numbers": kind} | differences(*map(jax.tree.leaves, pair))
+        for kind, pair in pairs.items()
+    ]
 
 
 def differences(a: list[jax.Array], b: list[jax.Array]) -> Row:
-    """Return how many numbers differ in any bit, of how many, and the largest difference."""
+    """Return how many numbers differ in any bit, of how many, and the largest
+    difference.
+    """
     counts, relative, absolute = jax.device_get(_differences(a, b))
     row: Row = {"differ": sum(map(int, counts)), "of": sum(x.size for x in a)}
     return row | {"relative": float(max(relative)), "absolute": float(max(absolute))}
@@ -216,11 +298,20 @@ def differences(a: list[jax.Array], b: list[jax.Array]) -> Row:
 @jax.jit
 def _differences(a: list[jax.Array], b: list[jax.Array]) -> Any:
     def one(x, y):
-        bits = [lax.bitcast_convert_type(z, jnp.dtype(f"u{z.dtype.itemsize}")) for z in (x, y)]
+        bits = [
+            lax.bitcast_convert_type(z, jnp.dtype(f"u{z.dtype.itemsize}"))
+            for z in (x, y)
+        ]
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         absolute = jnp.where(x == y, 0.0, jnp.abs(x - y))
-        relative = jnp.where(x == y, 0.0, absolute / jnp.maximum(jnp.abs(x), jnp.abs(y)))
-        return jnp.sum(bits[0] != bits[1]), jnp.max(relative, initial=0.0), jnp.max(absolute, initial=0.0)
+        relative = jnp.where(
+            x == y, 0.0, absolute / jnp.maximum(jnp.abs(x), jnp.abs(y))
+        )
+        return (
+            jnp.sum(bits[0] != bits[1]),
+            jnp.max(relative, initial=0.0),
+            jnp.max(absolute, initial=0.0),
+        )
 
     return tuple(zip(*(one(x, y) for x, y in zip(a, b, strict=True)), strict=True))
 
@@ -244,11 +335,24 @@ def measure(recipe: str, tensors: str, scale: int, starts: int, turns: int) -> R
     row: Row = {"recipe": recipe, "title": title_of(tensors, shapes)}
     row["results"] = compare_results(steps, make_states(), grads)
     judge = recipe != YARDSTICK
-    return row | compare(steps, make_states, grads, starts=starts, turns=turns, gpu_calls=GPU_CALLS, judge=judge)
+    return row | compare(
+        steps,
+        make_states,
+        grads,
+        starts=starts,
+        turns=turns,
+        gpu_calls=GPU_CALLS,
+        judge=judge,
+    )
 
 
 # --- Tables. ---
-DIFFERING = {"differ": "{differ:,}", "of": "{of:,}", "by, relative": "{relative:.1e}", "by": "{absolute:.1e}"}
+DIFFERING = {
+    "differ": "{differ:,}",
+    "of": "{of:,}",
+    "by, relative": "{relative:.1e}",
+    "by": "{absolute:.1e}",
+}
 
 
 def sheets(rows: list[Row]) -> list[Sheet]:
@@ -257,12 +361,23 @@ def sheets(rows: list[Row]) -> list[Sheet]:
     for title in dict.fromkeys(row["title"] for row in rows):
         group = [row for row in rows if row["title"] == title]
         found.append(Sheet(title, group, {"recipe": "{recipe}"} | COLUMNS))
-        found.append(differing_sheet(f"{title}: what differs after {BITS_STEPS} steps", group, "recipe"))
+        found.append(
+            differing_sheet(
+                f"{title}: what differs after {BITS_STEPS} steps", group, "recipe"
+            )
+        )
     return found
 
 
 def differing_sheet(title: str, rows: list[Row], name: str) -> Sheet:
-    """Return what differs between the results by hand and with mpx; `name` is the key of what a row is called."""
-    cells = [{name: row[name]} | found for row in rows for found in row["results"] if found["differ"]]
+    """Return what differs between the results by hand and with mpx; `name` is the key
+    of what a row is called.
+    """
+    cells = [
+        {name: row[name]} | found
+        for row in rows
+        for found in row["results"]
+        if found["differ"]
+    ]
     columns = {name: f"{{{name}}}", "numbers": "{numbers}"} | DIFFERING
     return Sheet(title, cells, columns, "" if cells else "Nothing differs.")

@@ -1,10 +1,13 @@
-"""Set a step of mpx beside what JAX users have for the same end, Optax alone and flashoptim-jax: programs for a GPU.
+"""Set a step of mpx beside what JAX users have for the same end, Optax alone and
+flashoptim-jax: programs for a GPU.
 
     PYTHONPATH=. python -m benchmarks.peers --target h200
 
-AdamW in each, on the 148 tensors of GPT-2 124M: bytes, kernels and compile time of one step, read off the program for a
-GPU that need not be here (`pip install -e ".[cuda12]"`). Parameters and state are donated; gradients have the dtype of
-the parameters. Nothing runs, and each program has a process of its own. An optimizer that cannot be read says why.
+AdamW in each, on the 148 tensors of GPT-2 124M: bytes, kernels and compile time of one
+step, read off the program for a GPU that need not be here (`pip install -e
+".[cuda12]"`). Parameters and state are donated; gradients have the dtype of the
+parameters. Nothing runs, and each program has a process of its own. An optimizer that
+cannot be read says why.
 """
 
 import math
@@ -66,12 +69,26 @@ class Optimizer(NamedTuple):
 def make_optimizer(peer: str) -> Optimizer:
     """Return the AdamW of a row."""
     if peer in FLASH_BITS:
-        from flashoptim_jax import flash_adamw  # only where it is read: it need not be installed
+        from flashoptim_jax import (
+            flash_adamw,
+        )  # only where it is read: it need not be installed
 
-        flash = flash_adamw(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, master_weight_bits=FLASH_BITS[peer])
-        return Optimizer(jnp.bfloat16, flash.init, lambda grads, state, params: flash.step(params, state, grads))
+        flash = flash_adamw(
+            learning_rate=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            master_weight_bits=FLASH_BITS[peer],
+        )
+        return Optimizer(
+            jnp.bfloat16,
+            flash.init,
+            lambda grads, state, params: flash.step(params, state, grads),
+        )
     dtype = jnp.float32 if peer == "optax-f32" else jnp.bfloat16
-    tx = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY, mu_dtype=dtype if peer.startswith("optax") else None)
+    tx = optax.adamw(
+        LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        mu_dtype=dtype if peer.startswith("optax") else None,
+    )
     recipe = RECIPES.get(peer)
     if recipe is not None:
         tx = mpx.mixed_precision(tx, peer, key=jax.random.key(0))
@@ -91,31 +108,66 @@ def read(peer: str, target: str, scale: int) -> Row:
     """Return what the program for a target says; bytes are for each parameter."""
     start_compiler(target)
     optimizer, shapes = make_optimizer(peer), make_shapes("gpt2", scale)
-    params = {name: jax.ShapeDtypeStruct(shape, optimizer.dtype) for name, shape in shapes.items()}
-    state, count = jax.eval_shape(optimizer.init, params), sum(map(math.prod, shapes.values()))
+    params = {
+        name: jax.ShapeDtypeStruct(shape, optimizer.dtype)
+        for name, shape in shapes.items()
+    }
+    state, count = (
+        jax.eval_shape(optimizer.init, params),
+        sum(map(math.prod, shapes.values())),
+    )
     step = lambda params, state, grads: optimizer.step(grads, state, params)
     found = absent_figures(step, params, state, params, target=target, donate=(0, 1))
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state))) / count
-    return found | {"kept": kept} | {what: 1e9 * found[f"{what} GB"] / count for what in ("moved", "peak", "temporary")}
+    kept = (
+        sum(
+            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state))
+        )
+        / count
+    )
+    return (
+        found
+        | {"kept": kept}
+        | {
+            what: 1e9 * found[f"{what} GB"] / count
+            for what in ("moved", "peak", "temporary")
+        }
+    )
 
 
 def main(
     peers: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(NAMES),
-    target: Annotated[str, typer.Option(help="The device: a100, h100, h200, b200.")] = "h200",
-    scale: Annotated[int, typer.Option(min=1, help="What the rows of the optimizer's tensors are divided by.")] = 1,
+    target: Annotated[
+        str, typer.Option(help="The device: a100, h100, h200, b200.")
+    ] = "h200",
+    scale: Annotated[
+        int,
+        typer.Option(
+            min=1, help="What the rows of the optimizer's tensors are divided by."
+        ),
+    ] = 1,
 ) -> None:
     """Read all programs and print the table."""
     rows = []
     for peer in peers.split(","):
         (found,) = run_worker(
-            "benchmarks.peers:read", {"peer": peer, "target": target, "scale": scale}, timeout=TIMEOUT
+            "benchmarks.peers:read",
+            {"peer": peer, "target": target, "scale": scale},
+            timeout=TIMEOUT,
         )
         rows.append({"name": NAMES[peer]} | found)
         print(f"{peer}: {found.get('failed', 'done')}", flush=True)
-    print(Sheet(f"one AdamW step of GPT-2's tensors, compiled for one {target}", rows, COLUMNS).markdown())
+    print(
+        Sheet(
+            f"one AdamW step of GPT-2's tensors, compiled for one {target}",
+            rows,
+            COLUMNS,
+        ).markdown()
+    )
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 app.command()(main)
 
 if __name__ == "__main__":

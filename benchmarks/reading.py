@@ -1,4 +1,6 @@
-"""Read off a compiled program what a step costs: its traffic, its memory, and a bound of its time. Nothing runs."""
+"""Read off a compiled program what a step costs: its traffic, its memory, and a bound
+of its time. Nothing runs.
+"""
 
 import contextlib
 import dataclasses
@@ -14,12 +16,15 @@ from mpx.tools.program import StepReport, Target, target_devices
 from mpx.tools.program.step_report import report_of
 from mpx.tools.program.targets import target_here
 
-# What good kernels reach of the published figures: a copy on an H200 4.0 of 4.8 TB/s, products 800 of 989 TFLOP/s.
+# What good kernels reach of the published figures: a copy on an H200 4.0 of 4.8 TB/s,
+# products 800 of 989 TFLOP/s.
 REACHED_BANDWIDTH, REACHED_RATE = 4.0 / 4.8, 800 / 989.4
 
 
 def figures(report: StepReport) -> Row:
-    """Return the figures that the tables have. There are bounds only for a device whose figures are known."""
+    """Return the figures that the tables have. There are bounds only for a device whose
+    figures are known.
+    """
     outside = report.moved_bytes - report.moved_by_kind.get("products", 0)
     found = {
         "moved GB": report.moved_bytes / 1e9,
@@ -33,38 +38,60 @@ def figures(report: StepReport) -> Row:
     if report.target is None:
         return found
     target = reached_of(report.target)
-    reached = sum(kernel.times * target.bound_seconds(kernel.bytes, kernel.flops) for kernel in report.kernels)
-    found |= {"bound ms": 1e3 * (report.bound_seconds or 0), "reached ms": 1e3 * reached}
+    reached = sum(
+        kernel.times * target.bound_seconds(kernel.bytes, kernel.flops)
+        for kernel in report.kernels
+    )
+    found |= {
+        "bound ms": 1e3 * (report.bound_seconds or 0),
+        "reached ms": 1e3 * reached,
+    }
     return found | {"reached FLOP/s": target.rates["bf16"]}
 
 
 def reached_of(target: Target) -> Target:
     """Return a target with what good kernels reach instead of the published figures."""
     rates = {dtype: REACHED_RATE * rate for dtype, rate in target.rates.items()}
-    return dataclasses.replace(target, bandwidth=REACHED_BANDWIDTH * target.bandwidth, rates=rates)
+    return dataclasses.replace(
+        target, bandwidth=REACHED_BANDWIDTH * target.bandwidth, rates=rates
+    )
 
 
 def compiled_figures(compiled: Any, compile_seconds: float = 0.0) -> Row:
     """Return the figures of a program that was compiled for this machine."""
-    return figures(report_of(compiled, target=target_here(), compile_seconds=compile_seconds))
+    return figures(
+        report_of(compiled, target=target_here(), compile_seconds=compile_seconds)
+    )
 
 
-def absent_figures(step: Callable[..., Any], *shapes: Any, target: str, donate: int | tuple[int, ...]) -> Row:
+def absent_figures(
+    step: Callable[..., Any], *shapes: Any, target: str, donate: int | tuple[int, ...]
+) -> Row:
     """Return the figures of a step that is compiled for a target."""
     with flash_attention():
-        return figures(mpx.step_report(step, *shapes, target=target, donate_argnums=donate))
+        return figures(
+            mpx.step_report(step, *shapes, target=target, donate_argnums=donate)
+        )
 
 
 def start_compiler(target: str) -> Row:
-    """Let JAX start the compiler for a target, before anything else starts it without; return what compiles."""
+    """Let JAX start the compiler for a target, before anything else starts it without;
+    return what compiles.
+    """
     kind = target_devices(target)[0].device_kind
     return {"compiled for": kind, "jax": jax.__version__}
 
 
 @contextlib.contextmanager
 def flash_attention() -> Iterator[None]:
-    """Let `jax.nn.dot_product_attention` use cuDNN's kernel although no GPU is here for JAX to ask."""
-    from jax._src.cudnn import fused_attention_stablehlo  # there is no public way to say for which GPU one lowers
+    """Let `jax.nn.dot_product_attention` use cuDNN's kernel although no GPU is here for
+    JAX to ask.
+    """
+    from jax._src.cudnn import (
+        fused_attention_stablehlo,
+    )  # there is no public way to say for which GPU one lowers
 
-    with unittest.mock.patch.object(fused_attention_stablehlo, "check_compute_capability", return_value=True):
+    with unittest.mock.patch.object(
+        fused_attention_stablehlo, "check_compute_capability", return_value=True
+    ):
         yield

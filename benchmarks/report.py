@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-Row = dict[str, Any]  # what was measured; a measurement that failed has the reason under "failed"
+Row = dict[
+    str, Any
+]  # what was measured; a measurement that failed has the reason under "failed"
 
 
 class Sheet(NamedTuple):
@@ -11,19 +13,32 @@ class Sheet(NamedTuple):
 
     title: str  # the line above it
     rows: Sequence[Mapping[str, Any]]  # the figures
-    columns: Mapping[str, str]  # for each name the template of its cells, which `str.format` fills from a row
+    columns: Mapping[
+        str, str
+    ]  # for each name the template of its cells, which `str.format` fills from a row
     caption: str = ""  # the text below it
 
     def markdown(self) -> str:
         """Return it for a page. Columns without a single cell are left out."""
-        used = {name: form for name, form in self.columns.items() if any(cell(form, row) for row in self.rows)}
-        parts = f"**{self.title}**", table(self.rows, used) if self.rows else "", self.caption
+        used = {
+            name: form
+            for name, form in self.columns.items()
+            if any(cell(form, row) for row in self.rows)
+        }
+        parts = (
+            f"**{self.title}**",
+            table(self.rows, used) if self.rows else "",
+            self.caption,
+        )
         return "\n\n".join(filter(None, parts))
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     """Return a table in Markdown."""
-    lines = [columns, *([cell(template, row) for template in columns.values()] for row in rows)]
+    lines = [
+        columns,
+        *([cell(template, row) for template in columns.values()] for row in rows),
+    ]
     head, *body = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([head, "|" + "---|" * len(columns), *body])
 
@@ -36,7 +51,9 @@ def cell(template: str, row: Mapping[str, Any]) -> str:
         return ""
 
 
-def judged(value: float, *, least: float | None = None, most: float | None = None) -> str:
+def judged(
+    value: float, *, least: float | None = None, most: float | None = None
+) -> str:
     """Return a bound and whether a value keeps it. NaN keeps none."""
     met = value >= least if least is not None else most is not None and value <= most
     bound = f"at most {most:.4g}" if least is None else f"at least {least:.4g}"

@@ -1,4 +1,6 @@
-"""The ladder as data: what each rung adds to the one before it, and what all of them share."""
+"""The ladder as data: what each rung adds to the one before it, and what all of them
+share.
+"""
 
 import dataclasses
 from typing import Any, Literal
@@ -8,7 +10,9 @@ import typer
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One way to train GPT-2. All fields but the first three are settings; a rung changes one of them."""
+    """One way to train GPT-2. All fields but the first three are settings; a rung
+    changes one of them.
+    """
 
     name: str  # on the command line
     label: str  # in the table: what it adds
@@ -19,11 +23,14 @@ class Rung:
     loss_chunks: int = 1
     layers: Literal["unrolled", "stacked", "scanned"] = "unrolled"
     checkpoint: Literal["none", "dots", "thin", "full"] = "none"
-    accumulate: bool = False  # whether a step has as many microbatches as its budget of tokens allows, or one
+    # whether a step has as many microbatches as its budget of tokens allows, or one
+    accumulate: bool = False
 
     def then(self, name: str, label: str, **change: Any) -> "Rung":
         """Return the next rung."""
-        return dataclasses.replace(self, name=name, label=label, after=self.name, **change)
+        return dataclasses.replace(
+            self, name=name, label=label, after=self.name, **change
+        )
 
 
 F32 = Rung("f32", "float32")
@@ -32,14 +39,29 @@ BF16 = TF32.then("bf16", "bf16 autocast", recipe="bf16-autocast")
 FLASH = BF16.then("flash", "flash attention", attention="cudnn")
 PADDED = FLASH.then("padded", "padded vocabulary", vocabulary_multiple=128)
 SPLIT = PADDED.then("split", "bf16 parameters, split masters", recipe="bf16-split")
-EIGHT_BIT = SPLIT.then("8bit", "8-bit moments, one kernel a leaf", recipe="bf16-split-8bit")
+EIGHT_BIT = SPLIT.then(
+    "8bit", "8-bit moments, one kernel a leaf", recipe="bf16-split-8bit"
+)
 STACKED = EIGHT_BIT.then("stacked", "weights of all layers stacked", layers="stacked")
 # From here on each pays with time for memory.
 CHUNKED = STACKED.then("chunked", "loss in 4 chunks", loss_chunks=4)
 DOTS = CHUNKED.then("dots", "dots kept, the rest again", checkpoint="dots")
 THIN = DOTS.then("thin", "the widest again, too", checkpoint="thin")
 ACCUMULATE = STACKED.then("accumulate", "accumulation", accumulate=True)
-LADDER = (F32, TF32, BF16, FLASH, PADDED, SPLIT, EIGHT_BIT, STACKED, CHUNKED, DOTS, THIN, ACCUMULATE)
+LADDER = (
+    F32,
+    TF32,
+    BF16,
+    FLASH,
+    PADDED,
+    SPLIT,
+    EIGHT_BIT,
+    STACKED,
+    CHUNKED,
+    DOTS,
+    THIN,
+    ACCUMULATE,
+)
 
 # To try out, each of them one change to a rung.
 EXTRAS = (
@@ -63,7 +85,11 @@ class Setting:
 
     def microbatches(self, accumulate: bool, context: int) -> int:
         """Return how many microbatches a step has, with accumulation or without."""
-        return max(1, self.token_budget // (self.batch_size * context)) if accumulate else 1
+        return (
+            max(1, self.token_budget // (self.batch_size * context))
+            if accumulate
+            else 1
+        )
 
     def steps_of(self, microbatches: int) -> int:
         """Return the steps of a round: fewer of several microbatches take as long."""
@@ -75,8 +101,14 @@ ON_CPU = Setting("tiny", batch_size=4, steps=3, rounds=3, token_budget=1_024)
 
 
 def choose_rungs(names: str) -> list[Rung]:
-    """Return the rungs of these names, separated by commas, in the order of the ladder; without names all of it."""
-    wanted = [name for name in names.split(",") if name] or [rung.name for rung in LADDER]
+    """Return the rungs of these names, separated by commas, in the order of the ladder;
+    without names all of it.
+    """
+    wanted = [name for name in names.split(",") if name] or [
+        rung.name for rung in LADDER
+    ]
     if unknown := [name for name in wanted if name not in RUNGS]:
-        raise typer.BadParameter(f"no rung is called {', '.join(unknown)}; there are {', '.join(RUNGS)}.")
+        raise typer.BadParameter(
+            f"no rung is called {', '.join(unknown)}; there are {', '.join(RUNGS)}."
+        )
     return [rung for name, rung in RUNGS.items() if name in wanted]

@@ -1,4 +1,6 @@
-"""Time two programs in turn, with the spread of their ratio, and say where it was measured."""
+"""Time two programs in turn, with the spread of their ratio, and say where it was
+measured.
+"""
 
 import importlib.metadata
 import statistics
@@ -41,16 +43,25 @@ def own(tree: Any) -> Any:
 
 
 def timed(fun: Callable, *args: Any) -> tuple[float, Any]:
-    """Return the seconds until everything that a call returns is there, and what it returned."""
+    """Return the seconds until everything that a call returns is there, and what it
+    returned.
+    """
     start = time.perf_counter()
     result = jax.block_until_ready(fun(*args))
     return time.perf_counter() - start, result
 
 
 def paired_times(
-    steps: Sequence[Callable], make_states: Callable, data: Any, starts: int, turns: int, calls: int
+    steps: Sequence[Callable],
+    make_states: Callable,
+    data: Any,
+    starts: int,
+    turns: int,
+    calls: int,
 ) -> tuple[list[float], list[float]]:
-    """Return milliseconds of two steps in turn, A B B A, after two turns of warm-up from each start."""
+    """Return milliseconds of two steps in turn, A B B A, after two turns of warm-up
+    from each start.
+    """
     times: tuple[list[float], list[float]] = ([], [])
     for start in range(starts):
         states = list(make_states())
@@ -75,16 +86,22 @@ def compare(
     gpu_calls: int = 1,
     judge: bool = True,
 ) -> Row:
-    """Time two compiled steps in turn, by hand and with mpx, and read their programs; return a row for `COLUMNS`.
+    """Time two compiled steps in turn, by hand and with mpx, and read their programs;
+    return a row for `COLUMNS`.
 
-    Each is called with its state, which it may donate, and `data`. Fresh states are made `starts` times, in buffers of
-    their own, since where a state lies in memory counts; from each there are so many timed turns. On a GPU a turn has
-    `gpu_calls` steps, waited for once, so that the host is not what is measured. With `judge` there is a target.
+    Each is called with its state, which it may donate, and `data`. Fresh states are
+    made `starts` times, in buffers of their own, since where a state lies in memory
+    counts; from each there are so many timed turns. On a GPU a turn has `gpu_calls`
+    steps, waited for once, so that the host is not what is measured. With `judge` there
+    is a target.
     """
     calls = gpu_calls if jax.default_backend() == "gpu" else 1
     times = paired_times(steps, make_states, data, starts, turns, calls)
     sides = zip(SIDES, steps, times, strict=True)
-    row: Row = {side: {"ms": statistics.median(ms)} | compiled_figures(step) for side, step, ms in sides}
+    row: Row = {
+        side: {"ms": statistics.median(ms)} | compiled_figures(step)
+        for side, step, ms in sides
+    }
     row |= ratio(times[1], times[0], turns)
     if bound := row["mpx"].get("bound ms"):
         row["mpx / bound"] = row["mpx"]["ms"] / bound
@@ -92,12 +109,20 @@ def compare(
 
 
 def ratio(numerator: list[float], denominator: list[float], block: int = 1) -> Row:
-    """Return the ratio of the medians, and the ends of its 95% interval over resampled blocks of turns."""
+    """Return the ratio of the medians, and the ends of its 95% interval over resampled
+    blocks of turns.
+    """
     a, b = (np.reshape(times, (-1, block)) for times in (numerator, denominator))
-    picks = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))  # pairs stay pairs
+    picks = np.random.default_rng(0).integers(
+        len(a), size=(2000, len(a))
+    )  # pairs stay pairs
     resampled = np.median(a[picks], axis=(1, 2)) / np.median(b[picks], axis=(1, 2))
     low, high = np.quantile(resampled, [0.025, 0.975])
-    return {"ratio": float(np.median(a) / np.median(b)), "low": float(low), "high": float(high)}
+    return {
+        "ratio": float(np.median(a) / np.median(b)),
+        "low": float(low),
+        "high": float(high),
+    }
 
 
 def conditions() -> Row:
@@ -115,6 +140,8 @@ def driver() -> str:
     """Return the version of NVIDIA's driver; empty without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=30
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -1,8 +1,9 @@
-"""Run a measurement in a process of its own: a function and its arguments go in as JSON, rows come out as JSON.
+"""Run a measurement in a process of its own: a function and its arguments go in as
+JSON, rows come out as JSON.
 
-Only then is a peak of memory the peak of one program. A measurement that runs out of memory or time, or whose compiler
-fails, ends its own process, and the next one finds an empty GPU. JAX is not imported here: the process that starts the
-others holds no GPU.
+Only then is a peak of memory the peak of one program. A measurement that runs out of
+memory or time, or whose compiler fails, ends its own process, and the next one finds an
+empty GPU. JAX is not imported here: the process that starts the others holds no GPU.
 """
 
 import importlib
@@ -17,34 +18,64 @@ REASON_CHARACTERS = 200
 
 
 def run_worker(function: str, arguments: Row, *, timeout: float = 300.0) -> list[Row]:
-    """Call a function, named as `module:name`, in a new process, which is ended after `timeout` seconds.
+    """Call a function, named as `module:name`, in a new process, which is ended after
+    `timeout` seconds.
 
-    It returns a row or a list of rows. After a failure there is one row, with the reason under "failed", the end of
-    what was written under "log", and "stopped" if the time was over.
+    It returns a row or a list of rows. After a failure there is one row, with the
+    reason under "failed", the end of what was written under "log", and "stopped" if the
+    time was over.
     """
-    command, given = [sys.executable, "-m", "benchmarks.workers"], json.dumps([function, arguments])
+    command, given = (
+        [sys.executable, "-m", "benchmarks.workers"],
+        json.dumps([function, arguments]),
+    )
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=timeout
+        )
     except subprocess.TimeoutExpired:
         return [{"failed": f"no result after {timeout:.0f} s", "stopped": True}]
     if done.returncode:
-        return [{"failed": reason(done.stderr, done.returncode), "log": done.stderr[-LOG_CHARACTERS:]}]
+        return [
+            {
+                "failed": reason(done.stderr, done.returncode),
+                "log": done.stderr[-LOG_CHARACTERS:],
+            }
+        ]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def reason(complaints: str, status: int) -> str:
-    """Return in one line why a process failed: the error below the last traceback, or the last line."""
+    """Return in one line why a process failed: the error below the last traceback, or
+    the last line.
+    """
     lines = [line for line in complaints.splitlines() if line.strip()]
-    traceback = max((i for i, line in enumerate(lines) if line.startswith("Traceback")), default=None)
+    traceback = max(
+        (i for i, line in enumerate(lines) if line.startswith("Traceback")),
+        default=None,
+    )
     if traceback is not None:
-        line = next((line for line in lines[traceback + 1 :] if not line.startswith((" ", "\t"))), lines[-1])
+        line = next(
+            (
+                line
+                for line in lines[traceback + 1 :]
+                if not line.startswith((" ", "\t"))
+            ),
+            lines[-1],
+        )
     else:
         line = lines[-1] if lines else f"the process ended with status {status}"
-    return line if len(line) <= REASON_CHARACTERS else line[: REASON_CHARACTERS - 3] + "..."
+    return (
+        line
+        if len(line) <= REASON_CHARACTERS
+        else line[: REASON_CHARACTERS - 3] + "..."
+    )
 
 
 def call(function: str, arguments: Row) -> list[Row]:
-    """Call a function. Its module is imported only now: a missing package costs no other measurement."""
+    """Call a function. Its module is imported only now: a missing package costs no
+    other measurement.
+    """
     module, name = function.split(":")
     found = getattr(importlib.import_module(module), name)(**arguments)
     return found if isinstance(found, list) else [found]

@@ -1,1 +1,3 @@
-"""Example programs, each run with `python -m examples.<name>` from the root of a checkout."""
+"""Example programs, each run with `python -m examples.<name>` from the root of a
+checkout.
+"""

@@ -1,10 +1,14 @@
-"""Reinforcement learning in few bits: one autocast for the sampler and for the trainer (GRPO).
+"""Reinforcement learning in few bits: one autocast for the sampler and for the trainer
+(GRPO).
 
-    python -m examples.grpo    # float32 beside two recipes: prints rewards and ratios, and plots them
+    python -m examples.grpo    # float32 beside two recipes: prints rewards and ratios,
+    and plots them
 
-A small transformer learns to repeat digits, from rewards that a program computes. The sampler computes one token at a
-time with a cache in 16 bits, the trainer whole sequences. In the first step on new samples the parameters are the
-sampler's, so each ratio of probabilities should be 1: how far it is from that is what sampler and trainer disagree.
+A small transformer learns to repeat digits, from rewards that a program computes. The
+sampler computes one token at a time with a cache in 16 bits, the trainer whole
+sequences. In the first step on new samples the parameters are the sampler's, so each
+ratio of probabilities should be 1: how far it is from that is what sampler and trainer
+disagree.
 """
 
 import functools
@@ -20,7 +24,12 @@ from jax import lax
 import mpx
 
 WIDTH, HEADS, LAYERS, DIGITS = 64, 4, 2, 10
-ASKED, GROUP, PROMPTS, INNER_STEPS = 8, 16, 16, 2  # digits of a prompt; answers to each of the prompts; steps on them
+ASKED, GROUP, PROMPTS, INNER_STEPS = (
+    8,
+    16,
+    16,
+    2,
+)  # digits of a prompt; answers to each of the prompts; steps on them
 START = DIGITS  # the token behind a prompt
 LENGTH = 2 * ASKED + 1
 
@@ -29,18 +38,30 @@ LENGTH = 2 * ASKED + 1
 def init_params(key: jax.Array) -> Any:
     """Return float32 parameters."""
     keys = iter(jax.random.split(key, 6 * LAYERS + 3))
-    matrix = lambda rows, columns: jax.random.normal(next(keys), (rows, columns)) / rows**0.5
-    layer = lambda: {
-        **{name: matrix(WIDTH, WIDTH) for name in ("query", "key", "value", "out")},
-        **{"up": matrix(WIDTH, 4 * WIDTH), "down": matrix(4 * WIDTH, WIDTH)},
-    }
+
+    def matrix(rows, columns):
+        return jax.random.normal(next(keys), (rows, columns)) / rows**0.5
+
+    def layer():
+        return {
+            **{name: matrix(WIDTH, WIDTH) for name in ("query", "key", "value", "out")},
+            **{"up": matrix(WIDTH, 4 * WIDTH), "down": matrix(4 * WIDTH, WIDTH)},
+        }
+
     tables = {"tokens": matrix(DIGITS + 1, WIDTH), "places": matrix(LENGTH, WIDTH)}
-    return {**tables, "layers": [layer() for _ in range(LAYERS)], "head": matrix(WIDTH, DIGITS)}
+    return {
+        **tables,
+        "layers": [layer() for _ in range(LAYERS)],
+        "head": matrix(WIDTH, DIGITS),
+    }
 
 
 def empty_cache(rows: int, dtype: Any) -> Any:
     """Return the keys and values of no token."""
-    return [(jnp.zeros((rows, LENGTH, HEADS, WIDTH // HEADS), dtype),) * 2 for _ in range(LAYERS)]
+    return [
+        (jnp.zeros((rows, LENGTH, HEADS, WIDTH // HEADS), dtype),) * 2
+        for _ in range(LAYERS)
+    ]
 
 
 def norm(x: jax.Array) -> jax.Array:
@@ -48,32 +69,52 @@ def norm(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def logits_and_cache(params: Any, tokens: jax.Array, cache: Any, at: Any) -> tuple[jax.Array, Any]:
-    """Return the logits behind tokens (B, T) that start at a place, and the cache with their keys and values."""
+def logits_and_cache(
+    params: Any, tokens: jax.Array, cache: Any, at: Any
+) -> tuple[jax.Array, Any]:
+    """Return the logits behind tokens (B, T) that start at a place, and the cache with
+    their keys and values.
+    """
     places = at + jnp.arange(tokens.shape[1])
     x, new_cache = params["tokens"][tokens] + params["places"][places][None], []
     is_seen = (jnp.arange(LENGTH)[None] <= places[:, None])[None, None]
     for w, kept in zip(params["layers"], cache, strict=True):
-        heads = lambda name, w=w, x=x: (norm(x) @ w[name]).reshape(*x.shape[:2], HEADS, -1)
-        write = lambda old, new: lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 1)
+
+        def heads(name, w=w, x=x):
+            return (norm(x) @ w[name]).reshape(*x.shape[:2], HEADS, -1)
+
+        def write(old, new):
+            return lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), at, 1)
+
         keys, values = write(kept[0], heads("key")), write(kept[1], heads("value"))
         new_cache.append((keys, values))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", heads("query"), keys.astype(x.dtype)) / (WIDTH / HEADS) ** 0.5
+        scores = (
+            jnp.einsum("bqhd,bkhd->bhqk", heads("query"), keys.astype(x.dtype))
+            / (WIDTH / HEADS) ** 0.5
+        )
         weights = jax.nn.softmax(jnp.where(is_seen, scores, -1e9))
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, values.astype(x.dtype)).reshape(x.shape)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, values.astype(x.dtype)).reshape(
+            x.shape
+        )
         x = x + mixed @ w["out"]
         x = x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"]
-    head = mpx.full_precision(lambda x, head: x @ head)  # a rounding shows most in logits
+    head = mpx.full_precision(
+        lambda x, head: x @ head
+    )  # a rounding shows most in logits
     return head(norm(x), params["head"]), new_cache
 
 
 def log_probabilities(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return those of tokens (B, T), of logits (B, T, DIGITS)."""
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[
+        ..., 0
+    ]
 
 
 # --- The sampler and the trainer. ---
-def sample(model: Any, params: Any, prompts: jax.Array, key: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def sample(
+    model: Any, params: Any, prompts: jax.Array, key: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
     """Return answers (B, ASKED) and their log probabilities."""
     logits, cache = model(params, prompts, empty_cache(len(prompts), dtype), 0)
 
@@ -89,7 +130,9 @@ def sample(model: Any, params: Any, prompts: jax.Array, key: jax.Array, dtype: A
     return tokens.T, log_p.T
 
 
-def loss_fn(model: Any, params: Any, batch: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def loss_fn(
+    model: Any, params: Any, batch: Any, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
     """Return the loss of GRPO, and the mean distance of a ratio from 1."""
     prompts, answers, old, advantages = batch
     tokens = jnp.concatenate([prompts, answers[:, :-1]], axis=1)
@@ -113,15 +156,23 @@ def make_step(recipe: str, learning_rate: float = 2e-3) -> tuple[Any, Any]:
     @jax.jit(donate_argnums=(0, 1))
     def step(params, opt_state, key):
         for_prompts, for_answers = jax.random.split(key)
-        asked = jnp.repeat(jax.random.randint(for_prompts, (PROMPTS, ASKED), 0, DIGITS), GROUP, axis=0)
+        asked = jnp.repeat(
+            jax.random.randint(for_prompts, (PROMPTS, ASKED), 0, DIGITS), GROUP, axis=0
+        )
         prompts = jnp.concatenate([asked, jnp.full((len(asked), 1), START)], axis=1)
-        answers, log_p = sample(model, params, prompts, for_answers, policy.compute_dtype)
+        answers, log_p = sample(
+            model, params, prompts, for_answers, policy.compute_dtype
+        )
         rewards = jnp.mean(answers == asked, axis=1).reshape(PROMPTS, GROUP)
-        advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
+        advantages = (rewards - rewards.mean(1, keepdims=True)) / (
+            rewards.std(1, keepdims=True) + 1e-4
+        )
         batch = prompts, answers, log_p, advantages.reshape(-1, 1)
         distances = []
         for _ in range(INNER_STEPS):
-            value_and_grad = mpx.value_and_grad(loss, mpx.get_loss_scale(opt_state), has_aux=True)
+            value_and_grad = mpx.value_and_grad(
+                loss, mpx.get_loss_scale(opt_state), has_aux=True
+            )
             (_, distance), grads = value_and_grad(params, batch)
             updates, opt_state = tx.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
@@ -132,7 +183,9 @@ def make_step(recipe: str, learning_rate: float = 2e-3) -> tuple[Any, Any]:
 
 
 def train(recipe: str, steps: int) -> tuple[list[float], list[float]]:
-    """Return the mean reward of each step, and how far ratios were from 1 before its first update."""
+    """Return the mean reward of each step, and how far ratios were from 1 before its
+    first update.
+    """
     start, step = make_step(recipe)
     params, opt_state = start(jax.random.key(0))
     rewards, distances = [], []
@@ -141,13 +194,18 @@ def train(recipe: str, steps: int) -> tuple[list[float], list[float]]:
         rewards.append(float(reward))
         distances.append(float(distance))
         if number % 50 == 49 or number == steps - 1:
-            typer.echo(f"{recipe}, step {number + 1}: reward {reward:.3f}, ratio off by {distance:.1e}")
+            typer.echo(
+                f"{recipe}, step {number + 1}: reward {reward:.3f}, ratio off by"
+                f" {distance:.1e}"
+            )
     return rewards, distances
 
 
 def main(
     steps: Annotated[int, typer.Option(min=1)] = 150,
-    plot: Annotated[Path, typer.Option(help="The file of the plot.")] = Path("grpo.png"),
+    plot: Annotated[Path, typer.Option(help="The file of the plot.")] = Path(
+        "grpo.png"
+    ),
 ) -> None:
     """Train by each recipe, and plot rewards and ratios."""
     import matplotlib
@@ -155,7 +213,9 @@ def main(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (of_rewards, of_ratios) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (of_rewards, of_ratios) = plt.subplots(
+        1, 2, figsize=(10, 4), layout="constrained"
+    )
     for recipe in ("f32", "bf16-split", "f16-scaled"):
         rewards, distances = train(recipe, steps)
         of_rewards.plot(rewards, label=recipe)

@@ -1,21 +1,29 @@
-"""Train a Llama, from a tiny one to one of 405 billion parameters, in any recipe, on one device or on many.
+"""Train a Llama, from a tiny one to one of 405 billion parameters, in any recipe, on
+one device or on many.
 
-Run it from the root of the repository. It trains on the bytes of Python's standard library:
+Run it from the root of the repository. It trains on the bytes of Python's standard
+library:
 
     python -m examples.llama
     python -m examples.llama --recipe bf16-split24-8bit --steps 300
 
-What a large step would need is read off its program, on a machine without a GPU (`step_and_arguments`).
+What a large step would need is read off its program, on a machine without a GPU
+(`step_and_arguments`).
 
-Model and sizes are Llama 3's (arXiv 2407.21783): RMSNorm, rotary positions, queries that share keys, SwiGLU, an
-embedding and a head of their own. All layers are one stack of weights and one `scan`. What makes a large one fit:
+Model and sizes are Llama 3's (arXiv 2407.21783): RMSNorm, rotary positions, queries
+that share keys, SwiGLU, an embedding and a head of their own. All layers are one stack
+of weights and one `scan`. What makes a large one fit:
 
-- Each device keeps a part of every weight, and a layer gathers its own (FSDP). autocast gathers them in bfloat16.
+- Each device keeps a part of every weight, and a layer gathers its own (FSDP). autocast
+  gathers them in bfloat16.
 - Between the passes a layer keeps its input alone, in 8 bits if `Config.kept` says so.
-- Attention is computed for one head of keys at a time, and logits for one part of each sequence.
-- A device looks up all tokens in its columns of the embedding: neither that nor its gradient is ever whole.
+- Attention is computed for one head of keys at a time, and logits for one part of each
+  sequence.
+- A device looks up all tokens in its columns of the embedding: neither that nor its
+  gradient is ever whole.
 
-Shapes: B sequences, T tokens each, C = width, heads of size D; several share keys and values.
+Shapes: B sequences, T tokens each, C = width, heads of size D; several share keys and
+values.
 """
 
 import dataclasses
@@ -49,20 +57,31 @@ class Config:
     heads: int
     key_heads: int = 8
     vocabulary: int = 128_256
-    attention: Literal["xla", "cudnn"] = "xla"  # "cudnn" is flash attention on a GPU, in bfloat16
-    kept: Literal["bf16"] | mpx.StateFormat | None = None  # how a layer keeps its input; None: as it is
+    attention: Literal["xla", "cudnn"] = (
+        "xla"  # "cudnn" is flash attention on a GPU, in bfloat16
+    )
+    kept: Literal["bf16"] | mpx.StateFormat | None = (
+        None  # how a layer keeps its input; None: as it is
+    )
     loss_parts: int = 2  # of a sequence; each of them gathers the head
 
 
 CONFIGS = {
-    "tiny": Config(width=128, hidden=384, depth=4, heads=8, key_heads=2, vocabulary=256),
+    "tiny": Config(
+        width=128, hidden=384, depth=4, heads=8, key_heads=2, vocabulary=256
+    ),
     "1B": Config(width=2048, hidden=8192, depth=16, heads=32),
     "8B": Config(width=4096, hidden=14_336, depth=32, heads=32),
     "70B": Config(width=8192, hidden=28_672, depth=80, heads=64),
     "405B": Config(width=16_384, hidden=53_248, depth=126, heads=128),
 }
 WHOLE, DIVIDED = P(), P("data")
-PLACES = {"embedding": P(None, "data"), "layers": P(None, "data"), "norm": WHOLE, "head": DIVIDED}
+PLACES = {
+    "embedding": P(None, "data"),
+    "layers": P(None, "data"),
+    "norm": WHOLE,
+    "head": DIVIDED,
+}
 
 
 def is_divided() -> bool:
@@ -71,46 +90,103 @@ def is_divided() -> bool:
 
 
 def on_mesh(tree: Any, spec: P = WHOLE) -> Any:
-    """Return arrays where `spec` says, by default whole on every device; without a mesh, unchanged."""
-    return jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree) if is_divided() else tree
+    """Return arrays where `spec` says, by default whole on every device; without a
+    mesh, unchanged.
+    """
+    return (
+        jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree)
+        if is_divided()
+        else tree
+    )
 
 
 # --- The model. ---
 def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
     """Return float32 weights; each device of the mesh that is set keeps a part."""
-    width, hidden, keys = config.width, config.hidden, config.key_heads * config.width // config.heads
-    sizes = {"query": (width, width), "key": (width, keys), "value": (width, keys), "out": (width, width)}
+    width, hidden, keys = (
+        config.width,
+        config.hidden,
+        config.key_heads * config.width // config.heads,
+    )
+    sizes = {
+        "query": (width, width),
+        "key": (width, keys),
+        "value": (width, keys),
+        "out": (width, width),
+    }
     sizes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     random = iter(jax.random.split(key, len(sizes) + 2))
-    normal = lambda *shape: 0.02 * jax.random.normal(next(random), shape, jnp.float32)
-    ones = lambda *shape: jnp.ones(shape, jnp.float32)
-    params: dict[str, Any] = {"embedding": normal(config.vocabulary, width), "head": normal(width, config.vocabulary)}
-    params["layers"] = {name: normal(config.depth, *size) for name, size in sizes.items()}
-    params["layers"] |= {name: ones(config.depth, width) for name in ("attention_norm", "mlp_norm")}
+
+    def normal(*shape):
+        return 0.02 * jax.random.normal(next(random), shape, jnp.float32)
+
+    def ones(*shape):
+        return jnp.ones(shape, jnp.float32)
+
+    params: dict[str, Any] = {
+        "embedding": normal(config.vocabulary, width),
+        "head": normal(width, config.vocabulary),
+    }
+    params["layers"] = {
+        name: normal(config.depth, *size) for name, size in sizes.items()
+    }
+    params["layers"] |= {
+        name: ones(config.depth, width) for name in ("attention_norm", "mlp_norm")
+    }
     params["norm"] = ones(width)
     return {name: on_mesh(tree, PLACES[name]) for name, tree in params.items()}
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the RMSNorm of x (B, T, C)."""
-    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * scale[None, None]
+    return (
+        x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * scale[None, None]
+    )
 
 
 def rotated(x: jax.Array) -> jax.Array:
     """Return queries or keys (B, T, heads, D), rotated by their positions."""
-    frequencies = 500_000.0 ** (-jnp.arange(0, x.shape[-1], 2, jnp.float32) / x.shape[-1])
-    angles = jnp.outer(jnp.arange(x.shape[1], dtype=jnp.float32), frequencies)[None, :, None]  # (1, T, 1, D / 2)
+    frequencies = 500_000.0 ** (
+        -jnp.arange(0, x.shape[-1], 2, jnp.float32) / x.shape[-1]
+    )
+    angles = jnp.outer(jnp.arange(x.shape[1], dtype=jnp.float32), frequencies)[
+        None, :, None
+    ]  # (1, T, 1, D / 2)
     a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
+    return jnp.concatenate(
+        [
+            a * jnp.cos(angles) - b * jnp.sin(angles),
+            b * jnp.cos(angles) + a * jnp.sin(angles),
+        ],
+        -1,
+    )
 
 
 def attention(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     """Return, for each position of x (B, T, C), a mean of the positions up to it."""
-    heads = lambda name: (x @ w[name]).reshape(*x.shape[:2], -1, config.width // config.heads)
-    operands = [rotated(heads("query")), rotated(heads("key")), heads("value")]  # (B, T, heads, D)
-    attend = lambda qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=config.attention)
-    if config.attention == "cudnn":  # in a shard_map, or each device would compute the attention of all sequences
-        kernel = jax.shard_map(attend, in_specs=DIVIDED, out_specs=DIVIDED) if is_divided() else attend
+
+    def heads(name):
+        return (x @ w[name]).reshape(*x.shape[:2], -1, config.width // config.heads)
+
+    operands = [
+        rotated(heads("query")),
+        rotated(heads("key")),
+        heads("value"),
+    ]  # (B, T, heads, D)
+
+    def attend(qkv):
+        return jax.nn.dot_product_attention(
+            *qkv, is_causal=True, implementation=config.attention
+        )
+
+    if (
+        config.attention == "cudnn"
+    ):  # in a shard_map, or each device would compute the attention of all sequences
+        kernel = (
+            jax.shard_map(attend, in_specs=DIVIDED, out_specs=DIVIDED)
+            if is_divided()
+            else attend
+        )
         mixed = kernel([z.astype(jnp.bfloat16) for z in operands]).astype(x.dtype)
     else:
         groups = [jnp.stack(jnp.split(z, config.key_heads, 2)) for z in operands]
@@ -127,32 +203,56 @@ def layer(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 
 
 def loss_fn(config: Config, params: dict[str, Any], tokens: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy of each next token, in nats, of tokens (B, T + 1)."""
+    """Return the mean cross-entropy of each next token, in nats, of tokens (B, T +
+    1).
+    """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    x = on_mesh(params["embedding"][on_mesh(inputs)], DIVIDED)  # all tokens in some columns, then some in all
+    x = on_mesh(
+        params["embedding"][on_mesh(inputs)], DIVIDED
+    )  # all tokens in some columns, then some in all
     in_few_bits = functools.partial(mpx.checkpoint, kept=config.kept, argnums=0)
     checkpoint = jax.checkpoint if config.kept is None else in_few_bits
-    x, _ = jax.lax.scan(checkpoint(lambda x, w: (layer(config, x, w), None)), x, params["layers"])
+    x, _ = jax.lax.scan(
+        checkpoint(lambda x, w: (layer(config, x, w), None)), x, params["layers"]
+    )
     x = norm(x, params["norm"])
-    losses = jax.checkpoint(lambda part: cross_entropy(part[0] @ on_mesh(params["head"]), part[1]).sum())
+    losses = jax.checkpoint(
+        lambda part: cross_entropy(part[0] @ on_mesh(params["head"]), part[1]).sum()
+    )
     parts = [jnp.stack(jnp.split(z, config.loss_parts, 1)) for z in (x, targets)]
     return jax.lax.map(losses, parts).sum() / targets.size
 
 
 # --- The step. ---
-def make_rule(rule: Literal["adamw", "muon"], learning_rate: float) -> optax.GradientTransformation:
-    """Return AdamW, or Muon on the matrices of the layers, each whole on one device, and AdamW on all else."""
+def make_rule(
+    rule: Literal["adamw", "muon"], learning_rate: float
+) -> optax.GradientTransformation:
+    """Return AdamW, or Muon on the matrices of the layers, each whole on one device,
+    and AdamW on all else.
+    """
     if rule == "adamw":
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1))
+        return optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1)
+        )
 
-    def dimensions(params: Any) -> Any:  # of the stacks of matrices, (depth, inputs, outputs)
-        return jax.tree.map(lambda p: optax.contrib.MuonDimensionNumbers(-2, -1) if p.ndim == 3 else None, params)
+    def dimensions(
+        params: Any,
+    ) -> Any:  # of the stacks of matrices, (depth, inputs, outputs)
+        return jax.tree.map(
+            lambda p: (
+                optax.contrib.MuonDimensionNumbers(-2, -1) if p.ndim == 3 else None
+            ),
+            params,
+        )
 
     return mpx.chain(
         optax.clip_by_global_norm(1.0),
         mpx.whole_matrices(products="f16", sent="bf16"),
         optax.contrib.muon(
-            learning_rate, weight_decay=0.1, consistent_rms=0.2, muon_weight_dimension_numbers=dimensions
+            learning_rate,
+            weight_decay=0.1,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=dimensions,
         ),
     )
 
@@ -165,8 +265,12 @@ def make_step(
     learning_rate: float = 3e-4,
     grad_dtype: Any = "as_computed",
 ) -> tuple[Callable[[jax.Array], tuple[Any, Any]], Callable[..., Any]]:
-    """Return a function from a key to (params, opt_state), and the step of both and tokens, which donates them."""
-    tx = mpx.mixed_precision(make_rule(rule, learning_rate), recipe, key=jax.random.key(1))
+    """Return a function from a key to (params, opt_state), and the step of both and
+    tokens, which donates them.
+    """
+    tx = mpx.mixed_precision(
+        make_rule(rule, learning_rate), recipe, key=jax.random.key(1)
+    )
     loss = mpx.autocast(functools.partial(loss_fn, config), recipe)
 
     def start(key: jax.Array) -> tuple[Any, Any]:
@@ -174,8 +278,12 @@ def make_step(
         return params, tx.init(params)
 
     @jax.jit(donate_argnums=(0, 1))
-    def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        value_and_grad = mpx.value_and_grad(loss, mpx.get_loss_scale(opt_state), grad_dtype=grad_dtype)
+    def step(
+        params: Any, opt_state: Any, tokens: jax.Array
+    ) -> tuple[Any, Any, jax.Array]:
+        value_and_grad = mpx.value_and_grad(
+            loss, mpx.get_loss_scale(opt_state), grad_dtype=grad_dtype
+        )
         value, grads = value_and_grad(params, tokens)
         return *mpx.fused_update(tx)(grads, opt_state, params), value
 
@@ -183,17 +291,35 @@ def make_step(
 
 
 def step_and_arguments(
-    size: str = "tiny", recipe: str = "bf16-split24-8bit", gpus: Sequence[Any] = (), rows: int = 1, **options: Any
+    size: str = "tiny",
+    recipe: str = "bf16-split24-8bit",
+    gpus: Sequence[Any] = (),
+    rows: int = 1,
+    **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[()]]:
-    """Return a step and the shapes of its arguments for `mpx program`, with nothing more to donate.
+    """Return a step and the shapes of its arguments for `mpx program`, with nothing
+    more to donate.
 
-    `gpus` need not be there (`mpx.tools.program.target_devices("h200", 8)`); each has some `rows` of `length` tokens.
-    `options` are fields of `Config`, `length`, and options of `make_step`.
+    `gpus` need not be there (`mpx.tools.program.target_devices("h200", 8)`); each has
+    some `rows` of `length` tokens. `options` are fields of `Config`, `length`, and
+    options of `make_step`.
     """
-    fields = {field.name: options.pop(field.name) for field in dataclasses.fields(Config) if field.name in options}
+    fields = {
+        field.name: options.pop(field.name)
+        for field in dataclasses.fields(Config)
+        if field.name in options
+    }
     shape = (rows * max(1, len(gpus)), options.pop("length", 4096) + 1)
-    start, step = make_step(dataclasses.replace(CONFIGS[size], **fields), recipe, **options)
-    arguments = lambda: (*start(jax.random.key(0)), on_mesh(jnp.zeros(shape, jnp.int32), DIVIDED))
+    start, step = make_step(
+        dataclasses.replace(CONFIGS[size], **fields), recipe, **options
+    )
+
+    def arguments():
+        return (
+            *start(jax.random.key(0)),
+            on_mesh(jnp.zeros(shape, jnp.int32), DIVIDED),
+        )
+
     if not gpus:
         return step, jax.eval_shape(arguments), ()
     mesh = Mesh(np.array(gpus), ("data",), axis_types=(AxisType.Explicit,))
@@ -201,27 +327,45 @@ def step_and_arguments(
 
 
 def main(
-    recipe: Annotated[str, Option(help="The name of a recipe, see `mpx.recipes()`.")] = "bf16-split-8bit",
+    recipe: Annotated[
+        str, Option(help="The name of a recipe, see `mpx.recipes()`.")
+    ] = "bf16-split-8bit",
     size: Annotated[str, Option(help=f"Of {', '.join(CONFIGS)}.")] = "tiny",
     steps: Annotated[int, Option(min=1)] = 100,
-    rows: Annotated[int, Option(help="Sequences of a batch, a multiple of the number of devices.")] = 16,
+    rows: Annotated[
+        int, Option(help="Sequences of a batch, a multiple of the number of devices.")
+    ] = 16,
     length: Annotated[int, Option(help="Tokens of a sequence, an even number.")] = 128,
     rule: Annotated[Literal["adamw", "muon"], Option(help="The optimizer.")] = "adamw",
 ) -> None:
     """Train a Llama on bytes, on all devices that there are."""
-    start, step = make_step(dataclasses.replace(CONFIGS[size], vocabulary=256), recipe, rule=rule, learning_rate=1e-3)
-    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):
+    start, step = make_step(
+        dataclasses.replace(CONFIGS[size], vocabulary=256),
+        recipe,
+        rule=rule,
+        learning_rate=1e-3,
+    )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))),
+    ):
         data.prepare(Path(folder) / "tokens")
         text = data.Rows(Path(folder) / "tokens", "training", length)
         params, opt_state = jax.jit(start)(jax.random.key(0))
-        for number, tokens in zip(range(1, steps + 1), data.batches(text, batch_size=rows, seed=0), strict=False):
+        for number, tokens in zip(
+            range(1, steps + 1),
+            data.batches(text, batch_size=rows, seed=0),
+            strict=False,
+        ):
             tokens = jax.device_put(tokens.astype("int32"), DIVIDED)
             params, opt_state, loss = step(params, opt_state, tokens)
             if number % 10 == 0 or number == steps:
                 typer.echo(f"step {number}: loss {loss:.4f}")
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 app.command()(main)
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """mpx: mixed-precision training for JAX, exact to the bit.
 
-Small composable Optax transformations: float32 master weights, dynamic loss scaling, Kahan summation and stochastic
-rounding around or after any rule; and cast policies for any pytree.
+Small composable Optax transformations: float32 master weights, dynamic loss scaling,
+Kahan summation and stochastic rounding around or after any rule; and cast policies for
+any pytree.
 """
 
 import importlib as _importlib
@@ -55,9 +56,13 @@ from mpx._transforms.kahan_summation import kahan_summation as kahan_summation
 from mpx._transforms.loss_scaling import get_loss_scale as get_loss_scale
 from mpx._transforms.loss_scaling import loss_scaling as loss_scaling
 from mpx._transforms.loss_scaling import skipped_steps as skipped_steps
-from mpx._transforms.low_precision_state import low_precision_state as low_precision_state
+from mpx._transforms.low_precision_state import (
+    low_precision_state as low_precision_state,
+)
 from mpx._transforms.master_weights import master_weights as master_weights
-from mpx._transforms.stochastic_rounding import stochastic_rounding as stochastic_rounding
+from mpx._transforms.stochastic_rounding import (
+    stochastic_rounding as stochastic_rounding,
+)
 from mpx._transforms.upcast import upcast as upcast
 
 # Tools are imported when they are used: a training script needs none of them.

@@ -1,4 +1,6 @@
-"""`chain`: write optimizers as the gradient flows. A wrapper without its inner rule is an element of it."""
+"""`chain`: write optimizers as the gradient flows. A wrapper without its inner rule is
+an element of it.
+"""
 
 import functools
 import inspect
@@ -13,7 +15,9 @@ P = ParamSpec("P")
 class Element:
     """A wrapper that waits for its inner rule: what stands behind it in `mpx.chain`."""
 
-    def __init__(self, name: str, wrap: Callable[[Any], optax.GradientTransformationExtraArgs]) -> None:
+    def __init__(
+        self, name: str, wrap: Callable[[Any], optax.GradientTransformationExtraArgs]
+    ) -> None:
         wrap(optax.identity())  # so that wrong settings raise here
         self.name = name
         self.wrap = wrap
@@ -25,8 +29,9 @@ class Element:
     def init(self) -> Any:
         """Raise: there is no rule yet."""
         raise TypeError(
-            f"`{self.name}` has no rule to wrap. Put it into `mpx.chain` (not `optax.chain`), where it wraps what "
-            f"stands behind it, or give it the rule: `mpx.{self.name}(optax.adamw(1e-3), ...)`."
+            f"`{self.name}` has no rule to wrap. Put it into `mpx.chain` (not"
+            " `optax.chain`), where it wraps what stands behind it, or give it the"
+            f" rule: `mpx.{self.name}(optax.adamw(1e-3), ...)`."
         )
 
     @property
@@ -42,7 +47,9 @@ class FinalUpdates(optax.GradientTransformationExtraArgs):
 
     @classmethod
     def of(cls, tx: optax.GradientTransformation, name: str) -> Any:
-        """Return a transformation as one that stands last, under the name of the function that made it."""
+        """Return a transformation as one that stands last, under the name of the
+        function that made it.
+        """
         last = cls(*tx)
         last.name = name
         return last
@@ -60,42 +67,65 @@ class Wrapper(Protocol[P]):
 
 
 def element(
-    wrapper: Callable[Concatenate[optax.GradientTransformation, P], optax.GradientTransformationExtraArgs],
+    wrapper: Callable[
+        Concatenate[optax.GradientTransformation, P],
+        optax.GradientTransformationExtraArgs,
+    ],
 ) -> Wrapper[P]:
     """Let a wrapper be called without its inner rule, for an element of `chain`."""
 
     @functools.wraps(wrapper)
     def called(*args, **kwargs):
         if "narrow_updates" in kwargs:  # until 1.0
-            raise ValueError(f"`{wrapper.__name__}`: `narrow_updates` is called `updates_in_param_dtype` now.")
+            raise ValueError(
+                f"`{wrapper.__name__}`: `narrow_updates` is called"
+                " `updates_in_param_dtype` now."
+            )
         first = args[0] if args else ""
-        # A function is a rule that was not called, and a number its learning rate: the wrapper refuses both in words.
-        is_rule = _is_rule(first) or inspect.isroutine(first) or isinstance(first, (float, type(None)))
+        # A function is a rule that was not called, and a number its learning rate: the
+        # wrapper refuses both in words.
+        is_rule = (
+            _is_rule(first)
+            or inspect.isroutine(first)
+            or isinstance(first, (float, type(None)))
+        )
         if is_rule or "inner" in kwargs:
             return wrapper(*args, **kwargs)
         if any(map(_is_rule, args)):
-            raise TypeError(f"`{wrapper.__name__}` takes the rule first: `mpx.{wrapper.__name__}(rule, ...)`.")
+            raise TypeError(
+                f"`{wrapper.__name__}` takes the rule first:"
+                f" `mpx.{wrapper.__name__}(rule, ...)`."
+            )
         return Element(wrapper.__name__, lambda inner: wrapper(inner, *args, **kwargs))
 
     return called  # type: ignore[return-value]
 
 
-def chain(*elements: optax.GradientTransformation | Element) -> optax.GradientTransformationExtraArgs:
-    """Chain transformations as `optax.chain` does, with wrappers of mpx that wrap what stands behind them.
+def chain(
+    *elements: optax.GradientTransformation | Element,
+) -> optax.GradientTransformationExtraArgs:
+    """Chain transformations as `optax.chain` does, with wrappers of mpx that wrap what
+    stands behind them.
 
-    The chain reads as the gradient flows, and has the states and the bits of the nested form. These two are the same:
+    The chain reads as the gradient flows, and has the states and the bits of the nested
+    form. These two are the same:
 
-        chain(loss_scaling(), master_weights("split"), optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-        loss_scaling(master_weights(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), "split"))
+        chain(loss_scaling(), master_weights("split"), optax.clip_by_global_norm(1.0),
+        optax.adamw(1e-3))
+        loss_scaling(master_weights(optax.chain(optax.clip_by_global_norm(1.0),
+        optax.adamw(1e-3)), "split"))
 
-    `kahan_summation` and `stochastic_rounding` stand last. They see the 16-bit parameters, so `upcast` and
-    `low_precision_state` wrap what stands between themselves and these; `loss_scaling` and `zero1` wrap them too.
+    `kahan_summation` and `stochastic_rounding` stand last. They see the 16-bit
+    parameters, so `upcast` and `low_precision_state` wrap what stands between
+    themselves and these; `loss_scaling` and `zero1` wrap them too.
 
     Args:
-        *elements: Optax transformations, and `zero1(mesh)`, `loss_scaling()`, `mixed_precision(recipe)`,
-            `master_weights(storage="split")`, `upcast()`, `low_precision_state(formats)`, `whole_matrices()`,
-            `kahan_summation()`, `stochastic_rounding(key)`. `zero1` stands first, then `loss_scaling`, then
-            `master_weights`, so that clipping and every other rule sees gradients that are unscaled and in float32.
+        *elements: Optax transformations, and `zero1(mesh)`, `loss_scaling()`,
+            `mixed_precision(recipe)`, `master_weights(storage="split")`, `upcast()`,
+            `low_precision_state(formats)`, `whole_matrices()`, `kahan_summation()`,
+            `stochastic_rounding(key)`. `zero1` stands first, then `loss_scaling`, then
+            `master_weights`, so that clipping and every other rule sees gradients that
+            are unscaled and in float32.
 
     Returns:
         A transformation.
@@ -105,7 +135,11 @@ def chain(*elements: optax.GradientTransformation | Element) -> optax.GradientTr
         ValueError: if the order cannot work.
 
     Example:
-        >>> tx = chain(low_precision_state({"mu|nu": "bf16"}, min_size=0), optax.adamw(1e-3), kahan_summation())
+        >>> tx = chain(
+        ...     low_precision_state({"mu|nu": "bf16"}, min_size=0),
+        ...     optax.adamw(1e-3),
+        ...     kahan_summation(),
+        ... )
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
         >>> [type(state).__name__ for state in tx.init(params)]
         ['LowPrecisionState', 'KahanSummationState']
@@ -114,7 +148,9 @@ def chain(*elements: optax.GradientTransformation | Element) -> optax.GradientTr
         raise ValueError("`mpx.chain` needs an element, such as `optax.adamw(1e-3)`.")
     _require_order(elements)
     rules: list[Any] = []  # what the next element wraps
-    last: list[Any] = []  # what stays outside of an element that gives its rules float32 parameters
+    last: list[
+        Any
+    ] = []  # what stays outside of an element that gives its rules float32 parameters
     for x in reversed(elements):
         if isinstance(x, FinalUpdates):
             last = [x]
@@ -127,48 +163,86 @@ def chain(*elements: optax.GradientTransformation | Element) -> optax.GradientTr
     return optax.with_extra_args_support(_joined([*rules, *last]))
 
 
-# From the first to stand in a chain to the last. Elements of one rank exclude each other.
+# From the first to stand in a chain to the last. Elements of one rank exclude each
+# other.
 _RANKS = {"zero1": 0, "loss_scaling": 1, "mixed_precision": 1, "master_weights": 2}
-_AROUND_FINAL_UPDATES = ("zero1", "loss_scaling")  # what these wrap keeps its 16-bit parameters
-_KEEP_WEIGHTS = ("mixed_precision", "master_weights", "kahan_summation", "stochastic_rounding")
+_AROUND_FINAL_UPDATES = (
+    "zero1",
+    "loss_scaling",
+)  # what these wrap keeps its 16-bit parameters
+_KEEP_WEIGHTS = (
+    "mixed_precision",
+    "master_weights",
+    "kahan_summation",
+    "stochastic_rounding",
+)
 
 
 def _joined(elements: Sequence[Any]) -> Any:
-    """Return a chain of transformations, or the only one itself: a chain of one would nest its state in a tuple."""
+    """Return a chain of transformations, or the only one itself: a chain of one would
+    nest its state in a tuple.
+    """
     return elements[0] if len(elements) == 1 else optax.chain(*elements)
 
 
 def _require_order(elements: Sequence[Any]) -> None:
-    """Raise if the order cannot work, or if what stands at the end has nothing to wrap."""
+    """Raise if the order cannot work, or if what stands at the end has nothing to
+    wrap.
+    """
     names = [_named(x, i, len(elements)) for i, x in enumerate(elements)]
-    keepers = [name for x, name in zip(elements, names, strict=True) if getattr(x, "name", "") in _KEEP_WEIGHTS]
+    keepers = [
+        name
+        for x, name in zip(elements, names, strict=True)
+        if getattr(x, "name", "") in _KEEP_WEIGHTS
+    ]
     for i, x in enumerate(elements):
         if isinstance(x, FinalUpdates) and i < len(elements) - 1:
             raise ValueError(
-                f"`mpx.chain`: {names[i]} must stand last: it chooses the final updates, and nothing may change "
-                "them. Put what stands behind it in front of it or inside."
+                f"`mpx.chain`: {names[i]} must stand last: it chooses the final"
+                " updates, and nothing may change them. Put what stands behind it in"
+                " front of it or inside."
             )
     if len(keepers) > 1:
-        raise ValueError(f"`mpx.chain`: {keepers[0]} and {keepers[1]} exclude each other; keep one of them.")
+        raise ValueError(
+            f"`mpx.chain`: {keepers[0]} and {keepers[1]} exclude each other; keep one"
+            " of them."
+        )
     for i, x in enumerate(elements):
         if not isinstance(x, Element):
             continue
         behind = elements[i + 1 :]
-        if not behind or (isinstance(behind[0], FinalUpdates) and x.name not in _AROUND_FINAL_UPDATES):
-            raise ValueError(f"`mpx.chain`: {names[i]} wraps the rules behind it, but none stands there.")
+        if not behind or (
+            isinstance(behind[0], FinalUpdates) and x.name not in _AROUND_FINAL_UPDATES
+        ):
+            raise ValueError(
+                f"`mpx.chain`: {names[i]} wraps the rules behind it, but none stands"
+                " there."
+            )
         for j in range(i if x.name in _RANKS else 0):
             rank = _RANKS.get(getattr(elements[j], "name", ""), len(_RANKS))
             if rank == _RANKS[x.name]:
-                raise ValueError(f"`mpx.chain`: {names[j]} and {names[i]} exclude each other; keep one of them.")
+                raise ValueError(
+                    f"`mpx.chain`: {names[j]} and {names[i]} exclude each other; keep"
+                    " one of them."
+                )
             if rank > _RANKS[x.name]:
-                raise ValueError(f"`mpx.chain`: {names[j]} must stand behind {names[i]}, {_WHY[x.name]}.")
+                raise ValueError(
+                    f"`mpx.chain`: {names[j]} must stand behind {names[i]},"
+                    f" {_WHY[x.name]}."
+                )
 
 
 _WHY = {
     "zero1": "which shards the state of everything else",
-    "loss_scaling": "which unscales the gradients: in front of it they are still multiplied by the loss scale",
+    "loss_scaling": (
+        "which unscales the gradients: in front of it they are still multiplied by the"
+        " loss scale"
+    ),
     "mixed_precision": "which gives rules float32 gradients without a loss scale",
-    "master_weights": "which gives rules float32 parameters and gradients, and chooses the final updates",
+    "master_weights": (
+        "which gives rules float32 parameters and gradients, and chooses the final"
+        " updates"
+    ),
 }
 
 
@@ -181,9 +255,15 @@ def _named(x: Any, i: int, count: int) -> str:
     if isinstance(x, Element):
         return f"`{x.name}`"
     if not _is_rule(x):
-        hint = " Call it with its settings first, as in `optax.adamw(1e-3)`." if callable(x) else ""
-        raise TypeError(
-            f"`mpx.chain` needs Optax transformations and elements of mpx, but got {type(x).__name__} as element "
-            f"{i + 1} of {count}.{hint}"
+        hint = (
+            " Call it with its settings first, as in `optax.adamw(1e-3)`."
+            if callable(x)
+            else ""
         )
-    return f"`{x.name}`" if isinstance(x, FinalUpdates) else f"element {i + 1} of {count}"
+        raise TypeError(
+            "`mpx.chain` needs Optax transformations and elements of mpx, but got"
+            f" {type(x).__name__} as element {i + 1} of {count}.{hint}"
+        )
+    return (
+        f"`{x.name}`" if isinstance(x, FinalUpdates) else f"element {i + 1} of {count}"
+    )

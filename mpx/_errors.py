@@ -19,26 +19,40 @@ T = TypeVar("T")
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the user's code, not at one of mpx or of a library that calls it."""
-    level, frame, libraries = 2, sys._getframe(1), ("mpx", "jax", "flax", "equinox", "optax", "contextlib")
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in libraries:
+    """Warn at the line of the user's code, not at one of mpx or of a library that calls
+    it.
+    """
+    level, frame, libraries = (
+        2,
+        sys._getframe(1),
+        ("mpx", "jax", "flax", "equinox", "optax", "contextlib"),
+    )
+    while (
+        frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in libraries
+    ):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def listed(names: Sequence[str], most: int) -> str:
     """Return the first names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:most]) + (
+        f" and {len(names) - most} more" if len(names) > most else ""
+    )
 
 
 def require_choice(choices: Collection[str], given: Any, argument: str) -> None:
     """Raise unless the string that a user gives as an argument is one of these."""
     if not isinstance(given, str) or given not in choices:
-        raise ValueError(f"{argument} must be {_either(map(repr, choices))}, but got {given!r}.")
+        raise ValueError(
+            f"{argument} must be {_either(map(repr, choices))}, but got {given!r}."
+        )
 
 
 def require_one_of(dtypes: Sequence[DTypeLike], given: Any, argument: str) -> np.dtype:
-    """Return the dtype that a user gives as an argument; raise unless it is one of these."""
+    """Return the dtype that a user gives as an argument; raise unless it is one of
+    these.
+    """
     found = dtype_or_none(given)
     if found is None or found not in dtypes:
         names = _either(np.dtype(dtype).name for dtype in dtypes)
@@ -52,11 +66,20 @@ def _either(names: Iterable[str]) -> str:
 
 
 def refuse(
-    leaves: Mapping[_trees.Path, str], what: str, remedy: str, tree: Any = None, kind: type[Exception] = ValueError
+    leaves: Mapping[_trees.Path, str],
+    what: str,
+    remedy: str,
+    tree: Any = None,
+    kind: type[Exception] = ValueError,
 ) -> None:
-    """Raise if there are such leaves: say what is wrong, then what to do, and list them, named by `path_string`."""
+    """Raise if there are such leaves: say what is wrong, then what to do, and list
+    them, named by `path_string`.
+    """
     if leaves:
-        lines = [f"  {_trees.path_string(path, tree)!r}: {text}" for path, text in leaves.items()]
+        lines = [
+            f"  {_trees.path_string(path, tree)!r}: {text}"
+            for path, text in leaves.items()
+        ]
         raise kind("\n".join([f"{what}. {remedy}", *lines]))
 
 
@@ -66,18 +89,35 @@ def is_integer(x: Any) -> bool:
 
 
 def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationExtraArgs:
-    """Return the rule that a wrapper wraps, accepting extra arguments; raise for anything else."""
-    if isinstance(inner, optax.MultiSteps):  # its own `gradient_transformation` takes no extra arguments
+    """Return the rule that a wrapper wraps, accepting extra arguments; raise for
+    anything else.
+    """
+    if isinstance(
+        inner, optax.MultiSteps
+    ):  # its own `gradient_transformation` takes no extra arguments
         update: Any = inner.update
         inner = optax.GradientTransformationExtraArgs(inner.init, update)
-    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
-        hint = " Call it with its settings first, as in `optax.adamw(1e-3)`." if callable(inner) else ""
-        raise TypeError(f"`{caller}` needs an Optax gradient transformation, but got {type(inner).__name__}.{hint}")
+    if not (
+        callable(getattr(inner, "init", None))
+        and callable(getattr(inner, "update", None))
+    ):
+        hint = (
+            " Call it with its settings first, as in `optax.adamw(1e-3)`."
+            if callable(inner)
+            else ""
+        )
+        raise TypeError(
+            f"`{caller}` needs an Optax gradient transformation, but got"
+            f" {type(inner).__name__}.{hint}"
+        )
     return optax.with_extra_args_support(inner)
 
 
-def with_checked_shapes(inner: optax.GradientTransformation, caller: str) -> optax.GradientTransformationExtraArgs:
-    """Return the rule with checks that name gradients and updates of other shapes; JAX would broadcast some.
+def with_checked_shapes(
+    inner: optax.GradientTransformation, caller: str
+) -> optax.GradientTransformationExtraArgs:
+    """Return the rule with checks that name gradients and updates of other shapes; JAX
+    would broadcast some.
 
     Gradients may have an axis of examples in front, for a rule that sums over it.
     """
@@ -87,7 +127,9 @@ def with_checked_shapes(inner: optax.GradientTransformation, caller: str) -> opt
             return inner.update(updates, state, params, **extra_args)
         params = trained(params, updates)
         # `optax.lookahead` takes the gradients of its fast parameters.
-        of_updates = params.fast if isinstance(params, optax.LookaheadParams) else params
+        of_updates = (
+            params.fast if isinstance(params, optax.LookaheadParams) else params
+        )
         require_same_shapes(updates, of_updates, caller, of_examples=True)
         updates, state = inner.update(updates, state, params, **extra_args)
         require_same_shapes(updates, params, caller)
@@ -100,7 +142,10 @@ def wide_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     """Return float32 or float64 as a NumPy dtype; raise for anything else."""
     wide = require_one_of((np.float32, np.float64), dtype, f"`{caller}`: `dtype`")
     if jax.dtypes.canonicalize_dtype(wide) != wide:
-        raise ValueError(f"`{caller}`: float64 needs 64-bit mode; set the environment variable JAX_ENABLE_X64=1.")
+        raise ValueError(
+            f"`{caller}`: float64 needs 64-bit mode; set the environment variable"
+            " JAX_ENABLE_X64=1."
+        )
     return wide
 
 
@@ -110,15 +155,21 @@ def one_key(key: Any, caller: str) -> jax.Array:
     is_typed = is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not is_typed and not (is_array and key.dtype == np.uint32):
         got = f"an array of {key.dtype}" if is_array else repr(key)
-        raise TypeError(f"`{caller}` needs a PRNG key such as `jax.random.key(0)`, but got {got}.")
+        raise TypeError(
+            f"`{caller}` needs a PRNG key such as `jax.random.key(0)`, but got {got}."
+        )
     key = key if is_typed else jax.random.wrap_key_data(jnp.asarray(key))
     if key.shape != ():
-        raise ValueError(f"`{caller}` needs one key, but got {key.shape}; take `keys[0]`.")
+        raise ValueError(
+            f"`{caller}` needs one key, but got {key.shape}; take `keys[0]`."
+        )
     return jnp.asarray(key)
 
 
 def not_differentiable(tree: T, message: str) -> T:
-    """Return `tree` unchanged, but raise a TypeError with `message` when somebody differentiates through it."""
+    """Return `tree` unchanged, but raise a TypeError with `message` when somebody
+    differentiates through it.
+    """
 
     @jax.custom_jvp
     def as_it_is(arrays):
@@ -128,25 +179,34 @@ def not_differentiable(tree: T, message: str) -> T:
     def refuse(primals, tangents):
         raise TypeError(message)
 
-    arrays, put = _trees.partition_leaves(tree, lambda x: _trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact))
+    arrays, put = _trees.partition_leaves(
+        tree, lambda x: _trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+    )
     return put(as_it_is(arrays))
 
 
 def require_pattern(pattern: str, named: str) -> None:
-    """Raise unless a string is a regular expression; `named` is how the message begins."""
+    """Raise unless a string is a regular expression; `named` is how the message
+    begins.
+    """
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{named} is not a regular expression: {error}.") from error
 
 
-def require_step(caller: str, kind: type, state: Any, params: Any, updates: Any = None) -> None:
-    """Raise unless `update` got parameters, the state of its transformation and, if given, updates of their shapes."""
+def require_step(
+    caller: str, kind: type, state: Any, params: Any, updates: Any = None
+) -> None:
+    """Raise unless `update` got parameters, the state of its transformation and, if
+    given, updates of their shapes.
+    """
     if params is None:
         raise ValueError(
-            f"`{caller}` needs the parameters: call `update(grads, state, params)`. It keeps what their dtype "
-            "cannot hold, so it must know what they hold. If a library makes the call (brax leaves the parameters "
-            "out), store its parameters in float32, and use a rule that works without them."
+            f"`{caller}` needs the parameters: call `update(grads, state, params)`. It"
+            " keeps what their dtype cannot hold, so it must know what they hold. If a"
+            " library makes the call (brax leaves the parameters out), store its"
+            " parameters in float32, and use a rule that works without them."
         )
     require_state(state, kind, caller)
     if updates is not None:
@@ -157,17 +217,24 @@ def require_state(state: Any, kind: type, caller: str) -> None:
     """Raise if `update` was called with a state that is not this transformation's."""
     if not isinstance(state, kind):
         raise TypeError(
-            f"`{caller}` needs the `{kind.__name__}` that its `init` made, but got {type(state).__name__}. If it is "
-            "the state of another recipe, `convert_state` makes one of this recipe. If a checkpoint was restored "
-            "without its types, restore it into `jax.eval_shape(tx.init, params)`."
+            f"`{caller}` needs the `{kind.__name__}` that its `init` made, but got"
+            f" {type(state).__name__}. If it is the state of another recipe,"
+            " `convert_state` makes one of this recipe. If a checkpoint was restored"
+            " without its types, restore it into `jax.eval_shape(tx.init, params)`."
         )
 
 
-def floating_dtype(given: Any, argument: str, others: str = "or None") -> np.dtype | None:
-    """Return the dtype that a user gives as an option, or None for None; raise for anything but a floating dtype."""
+def floating_dtype(
+    given: Any, argument: str, others: str = "or None"
+) -> np.dtype | None:
+    """Return the dtype that a user gives as an option, or None for None; raise for
+    anything but a floating dtype.
+    """
     dtype = dtype_or_none(given)
     if given is not None and (dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
-        raise ValueError(f"{argument} must be a floating-point dtype, {others}, but got {given!r}.")
+        raise ValueError(
+            f"{argument} must be a floating-point dtype, {others}, but got {given!r}."
+        )
     return dtype
 
 
@@ -178,43 +245,80 @@ def mismatches(
     but: str,
     show: Callable[[Any], str] = _trees.dtype_and_shape,
 ) -> dict[_trees.Path, str]:
-    """Return where two trees differ, by path, in words such as `float32[3], but the parameter is float32[2]`.
+    """Return where two trees differ, by path, in words such as `float32[3], but the
+    parameter is float32[2]`.
 
-    `fit(wanted leaf, got leaf)` says whether two leaves match. What only one of the trees has comes first.
+    `fit(wanted leaf, got leaf)` says whether two leaves match. What only one of the
+    trees has comes first.
     """
-    shown = lambda tree, path: show(tree[path]) if path in tree else "nothing"
-    in_one = [path for path in {**wanted, **got} if path not in wanted or path not in got]
-    in_both = [path for path in wanted if path in got and not fit(wanted[path], got[path])]
-    return {path: f"{shown(got, path)}, but {but} {shown(wanted, path)}" for path in in_one + in_both}
+
+    def shown(tree, path):
+        return show(tree[path]) if path in tree else "nothing"
+
+    in_one = [
+        path for path in {**wanted, **got} if path not in wanted or path not in got
+    ]
+    in_both = [
+        path for path in wanted if path in got and not fit(wanted[path], got[path])
+    ]
+    return {
+        path: f"{shown(got, path)}, but {but} {shown(wanted, path)}"
+        for path in in_one + in_both
+    }
 
 
-def require_same_shapes(updates: Any, params: Any, caller: str, of_examples: bool = False) -> None:
-    """Raise unless each parameter has an update of exactly its shape; JAX would broadcast other shapes.
+def require_same_shapes(
+    updates: Any, params: Any, caller: str, of_examples: bool = False
+) -> None:
+    """Raise unless each parameter has an update of exactly its shape; JAX would
+    broadcast other shapes.
 
-    An update may be None or `optax.MaskedNode`. With `of_examples` it may have one more axis in front.
+    An update may be None or `optax.MaskedNode`. With `of_examples` it may have one more
+    axis in front.
     """
-    is_absent = lambda x: x is None or _trees.is_masked(x)
+
+    def is_absent(x):
+        return x is None or _trees.is_masked(x)
+
     found = _trees.leaves_by_path(updates, is_absent)
     got = {path: x for path, x in found.items() if not is_absent(x)}
     absent = found.keys() - got.keys()
-    wanted = {path: p for path, p in _trees.leaves_by_path(params).items() if absent.isdisjoint(_leading(path))}
+    wanted = {
+        path: p
+        for path, p in _trees.leaves_by_path(params).items()
+        if absent.isdisjoint(_leading(path))
+    }
 
     def fit(p, x):
-        return np.shape(x) == np.shape(p) or (of_examples and np.shape(x)[1:] == np.shape(p))
+        return np.shape(x) == np.shape(p) or (
+            of_examples and np.shape(x)[1:] == np.shape(p)
+        )
 
     wrong = mismatches(wanted, got, fit, "the parameter is")
-    what = f"`{caller}`: gradients or updates do not match the parameters in structure or shape"
+    what = (
+        f"`{caller}`: gradients or updates do not match the parameters in structure or"
+        " shape"
+    )
     remedy = "Give trees of one structure. Is a mean over examples missing?"
     refuse(wrong, what, remedy, params)
 
 
 def require_gradients(grads: Any, params: Any, caller: str) -> None:
-    """Raise if a gradient is None although there is a parameter; most rules cannot tell what to do with that."""
-    absent = {path for path, g in _trees.leaves_by_path(grads, lambda x: x is None).items() if g is None}
+    """Raise if a gradient is None although there is a parameter; most rules cannot tell
+    what to do with that.
+    """
+    absent = {
+        path
+        for path, g in _trees.leaves_by_path(grads, lambda x: x is None).items()
+        if g is None
+    }
     leaves = _trees.leaves_by_path(params)
     wrong = {path: "None" for path in leaves if not absent.isdisjoint(_leading(path))}
     what = f"`{caller}`: {len(wrong)} of {len(leaves)} parameters have no gradient"
-    remedy = "Keep them out of the trained tree (`equinox.partition`), or freeze them by `optax.partition`."
+    remedy = (
+        "Keep them out of the trained tree (`equinox.partition`), or freeze them by"
+        " `optax.partition`."
+    )
     refuse(wrong, what, remedy, params)
 
 
@@ -223,17 +327,37 @@ def _leading(path: _trees.Path) -> list[_trees.Path]:
 
 
 def trained(params: T, grads: Any) -> T:
-    """Replace by None what has no floating numbers and no gradient: some trainers give modules, functions and all."""
-    absent = {path for path, g in _trees.leaves_by_path(grads, lambda x: x is None).items() if g is None}
-    keep = lambda path, p: p if _trees.is_inexact(p) or path not in absent else None
+    """Replace by None what has no floating numbers and no gradient: some trainers give
+    modules, functions and all.
+    """
+    absent = {
+        path
+        for path, g in _trees.leaves_by_path(grads, lambda x: x is None).items()
+        if g is None
+    }
+
+    def keep(path, p):
+        return p if _trees.is_inexact(p) or path not in absent else None
+
     return jax.tree.map_with_path(keep, params) if absent else params
 
 
 def require_differentiable(grads: Any, caller: str) -> None:
     """Raise if gradients are integers, booleans or float0."""
-    is_wrong = lambda g: hasattr(g, "dtype") and not jnp.issubdtype(g.dtype, jnp.inexact)
+
+    def is_wrong(g):
+        return hasattr(g, "dtype") and not jnp.issubdtype(g.dtype, jnp.inexact)
+
     leaves = _trees.leaves_by_path(grads)
-    wrong = {path: _trees.dtype_and_shape(g) for path, g in leaves.items() if is_wrong(g)}
-    what = f"`{caller}` needs floating-point gradients, but {len(wrong)} of {len(leaves)} leaves are not"
-    remedy = "Differentiate the floating leaves only (as `equinox.filter_grad` does), or use `optax.masked`."
+    wrong = {
+        path: _trees.dtype_and_shape(g) for path, g in leaves.items() if is_wrong(g)
+    }
+    what = (
+        f"`{caller}` needs floating-point gradients, but {len(wrong)} of"
+        f" {len(leaves)} leaves are not"
+    )
+    remedy = (
+        "Differentiate the floating leaves only (as `equinox.filter_grad` does), or use"
+        " `optax.masked`."
+    )
     refuse(wrong, what, remedy, grads, kind=TypeError)

@@ -1,6 +1,8 @@
-"""Jaxprs as data: what an equation holds, how to run equations, and one way to follow values through a program.
+"""Jaxprs as data: what an equation holds, how to run equations, and one way to follow
+values through a program.
 
-`check_chain` and the plan of `autocast` follow different kinds of values. Each gives `propagate` a rule of its own.
+`check_chain` and the plan of `autocast` follow different kinds of values. Each gives
+`propagate` a rule of its own.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from mpx._primitives import is_call
 T = TypeVar("T")
 
 
-# ---- what an equation holds -----------------------------------------------------------------------------------------
+# ---- what an equation holds ----------------------------------------------------------
 
 
 def is_literal(v: Any) -> bool:
@@ -29,7 +31,9 @@ def is_literal(v: Any) -> bool:
 
 
 def dtype_of(v: Any) -> Any:
-    """Return the dtype of an operand; `void` for what is not an array, such as a token."""
+    """Return the dtype of an operand; `void` for what is not an array, such as a
+    token.
+    """
     return getattr(v.aval, "dtype", np.dtype(np.void))
 
 
@@ -44,7 +48,9 @@ def is_half(v: Any) -> bool:
 
 
 def open_jaxpr(jaxpr: Any) -> jex_core.Jaxpr:
-    """Return the open jaxpr of an open or closed one (jax 0.11 has one class for both)."""
+    """Return the open jaxpr of an open or closed one (jax 0.11 has one class for
+    both).
+    """
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -67,12 +73,18 @@ def count_uses(program: jex_core.Jaxpr) -> Counter[Any]:
 def with_results_read(jaxpr: Any, is_read: Sequence[bool]) -> Any:
     """Return a program that has 0 for each result that nobody reads.
 
-    `flax.nnx.scan` and `flax.nnx.remat` return the weights that they got, which is then no use of a weight.
+    `flax.nnx.scan` and `flax.nnx.remat` return the weights that they got, which is then
+    no use of a weight.
     """
     if all(is_read):
         return jaxpr
-    program, nothing = open_jaxpr(jaxpr), jex_core.Literal(np.float32(0), jax.typeof(np.float32(0)))
-    outvars = [v if read else nothing for v, read in zip(program.outvars, is_read, strict=True)]
+    program, nothing = (
+        open_jaxpr(jaxpr),
+        jex_core.Literal(np.float32(0), jax.typeof(np.float32(0))),
+    )
+    outvars = [
+        v if read else nothing for v, read in zip(program.outvars, is_read, strict=True)
+    ]
     return jex_core.ClosedJaxpr(program.replace(outvars=outvars), constants_of(jaxpr))
 
 
@@ -89,46 +101,78 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
-# ---- running equations -----------------------------------------------------------------------------------------------
+# ---- running equations ---------------------------------------------------------------
 
 
-def run_equations(program: jex_core.Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) -> None:
+def run_equations(
+    program: jex_core.Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]
+) -> None:
     """Run equations as they were traced, and add their results to `values`.
 
-    They run as a jaxpr of their own: that keeps custom derivatives, effects, names and source lines, and needs only
-    public functions of jax.
+    They run as a jaxpr of their own: that keeps custom derivatives, effects, names and
+    source lines, and needs only public functions of jax.
     """
     if not eqns:
         return
-    made = list(dict.fromkeys(v for eqn in eqns for v in eqn.outvars if not isinstance(v, jex_core.DropVar)))
+    made = list(
+        dict.fromkeys(
+            v
+            for eqn in eqns
+            for v in eqn.outvars
+            if not isinstance(v, jex_core.DropVar)
+        )
+    )
     part = part_of(program, eqns, made)
-    results = jex_core.jaxpr_as_fun(closed_jaxpr(part))(*[values[v] for v in part.invars])
+    results = jex_core.jaxpr_as_fun(closed_jaxpr(part))(
+        *[values[v] for v in part.invars]
+    )
     values.update(zip(made, results, strict=True))
 
 
-def part_of(program: jex_core.Jaxpr, eqns: list[JaxprEqn], results: list[Any]) -> jex_core.Jaxpr:
-    """Return equations of a program as one of their own, whose inputs are all that they read from outside."""
+def part_of(
+    program: jex_core.Jaxpr, eqns: list[JaxprEqn], results: list[Any]
+) -> jex_core.Jaxpr:
+    """Return equations of a program as one of their own, whose inputs are all that they
+    read from outside.
+    """
     inside = {v for eqn in eqns for v in eqn.outvars}
-    invars = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in inside))
+    invars = list(
+        dict.fromkeys(
+            v
+            for eqn in eqns
+            for v in eqn.invars
+            if not is_literal(v) and v not in inside
+        )
+    )
     effects = set().union(*[eqn.effects for eqn in eqns])
-    return program.replace(constvars=[], invars=invars, outvars=results, eqns=eqns, effects=effects)
+    return program.replace(
+        constvars=[], invars=invars, outvars=results, eqns=eqns, effects=effects
+    )
 
 
 @contextlib.contextmanager
 def with_source_of(eqn: JaxprEqn) -> Iterator[None]:
-    """Give operations bound inside the source line, the name stack and the context of an equation."""
+    """Give operations bound inside the source line, the name stack and the context of
+    an equation.
+    """
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
         yield
 
 
-# ---- programs without calls -----------------------------------------------------------------------------------------
+# ---- programs without calls ----------------------------------------------------------
 
 
 def traced_flat(
-    function: Callable[..., Any], given: Sequence[Any], is_kept: Callable[[JaxprEqn], bool]
+    function: Callable[..., Any],
+    given: Sequence[Any],
+    is_kept: Callable[[JaxprEqn], bool],
 ) -> tuple[jex_core.Jaxpr, dict[Any, Any], Any]:
-    """Return a function's program without calls, the values of its inputs and constants, and its results' structure.
+    """Return a function's program without calls, the values of its inputs and
+    constants, and its results' structure.
 
     `is_kept` is as for `flatten`.
     """
@@ -143,8 +187,8 @@ def flatten(
 ) -> tuple[jex_core.Jaxpr, dict[jex_core.Var, Any]]:
     """Inline the calls of a program; return it with the arrays that it closes over.
 
-    Calls that say where their arrays have to be stay, and those that `is_kept` names. Custom derivatives are lost with
-    their calls.
+    Calls that say where their arrays have to be stay, and those that `is_kept` names.
+    Custom derivatives are lost with their calls.
     """
     equations: list[JaxprEqn] = []
     constants: dict[jex_core.Var, Any] = {}
@@ -155,13 +199,17 @@ def flatten(
         for variable, value in zip(inside.constvars, constants_of(jaxpr), strict=True):
             known[variable] = jex_core.Var(variable.aval)
             constants[known[variable]] = value
-        read = lambda v: v if is_literal(v) else known[v]
+
+        def read(v):
+            return v if is_literal(v) else known[v]
+
         for eqn in inside.eqns:
             operands = [read(v) for v in eqn.invars]
             if is_call(eqn) and not _is_placed(eqn) and not is_kept(eqn):
                 results = enter(called_jaxpr(eqn), operands)
             else:
-                # New ones: two calls of one function share a program, and so its variables.
+                # New ones: two calls of one function share a program, and so its
+                # variables.
                 results = [jex_core.Var(v.aval) for v in eqn.outvars]
                 equations.append(eqn.replace(invars=operands, outvars=results))
             known.update(zip(eqn.outvars, results, strict=True))
@@ -174,11 +222,14 @@ def flatten(
 
 def _is_placed(eqn: JaxprEqn) -> bool:
     """Return whether a call says where its operands or results have to be."""
-    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    shardings = (
+        *eqn.params.get("in_shardings", ()),
+        *eqn.params.get("out_shardings", ()),
+    )
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
-# ---- following values through a program -----------------------------------------------------------------------------
+# ---- following values through a program ----------------------------------------------
 
 
 def propagate(
@@ -187,15 +238,20 @@ def propagate(
     rule: Callable[[JaxprEqn, list[T]], Sequence[T]],
     constant: Callable[[Any], T],
 ) -> list[T]:
-    """Return what is known about each result of a program, from what is known about its inputs.
+    """Return what is known about each result of a program, from what is known about its
+    inputs.
 
-    `rule` takes an equation and what is known about its operands, and returns what is known about its results. It
-    enters programs inside the equation by calling `propagate` again. `constant` says what is known about a literal or a
-    constant input.
+    `rule` takes an equation and what is known about its operands, and returns what is
+    known about its results. It enters programs inside the equation by calling
+    `propagate` again. `constant` says what is known about a literal or a constant
+    input.
     """
     program = open_jaxpr(jaxpr)
     known = dict(zip(program.invars, inputs, strict=True))
-    look_up = lambda v: constant(v) if is_literal(v) or v not in known else known[v]
+
+    def look_up(v):
+        return constant(v) if is_literal(v) or v not in known else known[v]
+
     for eqn in program.eqns:
         found = rule(eqn, [look_up(v) for v in eqn.invars])
         known.update(zip(eqn.outvars, found, strict=True))
@@ -203,10 +259,22 @@ def propagate(
 
 
 def propagate_inside(
-    eqn: JaxprEqn, operands: list[T], rule: Callable[[JaxprEqn, list[T]], Sequence[T]], constant: Callable[[Any], T]
+    eqn: JaxprEqn,
+    operands: list[T],
+    rule: Callable[[JaxprEqn, list[T]], Sequence[T]],
+    constant: Callable[[Any], T],
 ) -> list[tuple[T, ...]]:
-    """Return, for each result of a call or a conditional, what each program inside says about it."""
+    """Return, for each result of a call or a conditional, what each program inside says
+    about it.
+    """
     is_cond = eqn.primitive.name == "cond"
     programs = eqn.params["branches"] if is_cond else [called_jaxpr(eqn)]
-    operands = operands[1:] if is_cond else operands  # the first one is the index of the branch
-    return list(zip(*[propagate(program, operands, rule, constant) for program in programs], strict=True))
+    operands = (
+        operands[1:] if is_cond else operands
+    )  # the first one is the index of the branch
+    return list(
+        zip(
+            *[propagate(program, operands, rule, constant) for program in programs],
+            strict=True,
+        )
+    )

@@ -1,4 +1,6 @@
-"""Loss scales: values that scale a loss, unscale its gradients and adapt to what they see."""
+"""Loss scales: values that scale a loss, unscale its gradients and adapt to what they
+see.
+"""
 
 import dataclasses
 import functools
@@ -18,22 +20,28 @@ from jax.typing import ArrayLike
 from mpx import _trees
 
 T = TypeVar("T")
-GRADIENTS = "mpx.gradients"  # the name of scaled gradients in a program, for `step_report`
+GRADIENTS = (  # the name of scaled gradients in a program, for `step_report`
+    "mpx.gradients"
+)
 
 
 class LossScale:
-    """Base class of loss scales: a number to multiply a loss by, and a rule for the next one.
+    """Base class of loss scales: a number to multiply a loss by, and a rule for the
+    next one.
 
-    A loss scale is a frozen dataclass with a field `loss_scale`, and a pytree: fields that are given Python numbers
-    belong to its structure, and all others are leaves. A class of your own defines `state`, and `adjust`, `resume` and
-    `can_shrink` if it adapts.
+    A loss scale is a frozen dataclass with a field `loss_scale`, and a pytree: fields
+    that are given Python numbers belong to its structure, and all others are leaves. A
+    class of your own defines `state`, and `adjust`, `resume` and `can_shrink` if it
+    adapts.
 
     Attributes:
         loss_scale: scalar.
-        powers_of_two: names of the fields that must be powers of two where gradients are to be unscaled exactly.
+        powers_of_two: names of the fields that must be powers of two where gradients
+            are to be unscaled exactly.
         is_always_one: whether the loss is never multiplied.
-        skips_bad_steps: whether the optimizer that holds this scale skips steps with infinite or NaN gradients. False
-            only for what `get_loss_scale` returns for an optimizer without a loss scale.
+        skips_bad_steps: whether the optimizer that holds this scale skips steps with
+            infinite or NaN gradients. False only for what `get_loss_scale` returns for
+            an optimizer without a loss scale.
 
     Example:
         >>> class HalvingState(NamedTuple):
@@ -43,8 +51,12 @@ class LossScale:
         ... class Halving(LossScale):  # halves at a bad step, and never grows
         ...     loss_scale: ArrayLike
         ...     can_shrink = True
+        ...
         ...     def adjust(self, grads_finite):
-        ...         return Halving(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
+        ...         return Halving(
+        ...             jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2)
+        ...         )
+        ...
         ...     def state(self):
         ...         return HalvingState()
         >>> tx = loss_scaling(optax.sgd(1.0), Halving(8.0))
@@ -60,8 +72,11 @@ class LossScale:
 
     def __init_subclass__(cls) -> None:
         """Register the class as a pytree."""
-        # Before `dataclass` has given it fields: they are read when a value is flattened.
-        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, functools.partial(_unflatten, cls))
+        # Before `dataclass` has given it fields: they are read when a value is
+        # flattened.
+        jax.tree_util.register_pytree_with_keys(
+            cls, _flatten_with_keys, functools.partial(_unflatten, cls)
+        )
 
     def scale(self, tree: T) -> T:
         """Multiply the leaves, in float32 if they are narrower."""
@@ -69,47 +84,80 @@ class LossScale:
 
     def unscale(self, tree: T) -> T:
         """Divide the leaves, in float32 if they are narrower."""
-        return tree if self.is_always_one else _multiply(tree, self.loss_scale, inverse=True)
+        return (
+            tree
+            if self.is_always_one
+            else _multiply(tree, self.loss_scale, inverse=True)
+        )
 
     def adjust(self, grads_finite: ArrayLike) -> "LossScale":
-        """Return the value for the next step; `grads_finite` says whether all gradients of this one were finite."""
+        """Return the value for the next step; `grads_finite` says whether all gradients
+        of this one were finite.
+        """
         return self
 
     @property
     def can_shrink(self) -> ArrayLike:
-        """Return whether a bad step may make the scale smaller, now or after more bad steps: a boolean scalar."""
+        """Return whether a bad step may make the scale smaller, now or after more bad
+        steps: a boolean scalar.
+        """
         return False
 
     def init(self) -> Any:
-        """Return `state()` for the first step; raise a ValueError if no training run can start with this value."""
+        """Return `state()` for the first step; raise a ValueError if no training run
+        can start with this value.
+        """
         return self.state()
 
     def state(self) -> Any:
-        """Return what an optimizer's state keeps beside the scale, a NamedTuple of arrays.
+        """Return what an optimizer's state keeps beside the scale, a NamedTuple of
+        arrays.
 
         Its method `at(loss_scale)` returns the value again.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define `state`; see `LossScale`.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define `state`; see `LossScale`."
+        )
 
     def resume(self, loss_scale: ArrayLike, state: Any) -> "LossScale":
-        """Return a value with the settings of this one, and the scale and counters of a checkpoint."""
-        return self if self.is_always_one else dataclasses.replace(self, loss_scale=loss_scale)  # type: ignore[type-var]
+        """Return a value with the settings of this one, and the scale and counters of a
+        checkpoint.
+        """
+        return (
+            self
+            if self.is_always_one
+            else dataclasses.replace(self, loss_scale=loss_scale)
+        )  # type: ignore[type-var]
 
 
-_LEAVES = "_leaves"  # the names of the leaves, in a value that was unflattened: they are leaves whatever they hold now
+# the names of the leaves, in a value that was unflattened: they are leaves whatever
+# they hold now
+_LEAVES = "_leaves"
 
 
 def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Hashable]:
-    contents = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    given = [name for name, content in contents.items() if not isinstance(content, (int, float))]
+    contents = {
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value)
+    }
+    given = [
+        name
+        for name, content in contents.items()
+        if not isinstance(content, (int, float))
+    ]
     leaves = vars(value).get(_LEAVES, given)
     names = tuple(name for name in contents if name in leaves)
-    numbers = tuple((name, content) for name, content in contents.items() if name not in names)
-    return [(jax.tree_util.GetAttrKey(name), contents[name]) for name in names], (names, numbers)
+    numbers = tuple(
+        (name, content) for name, content in contents.items() if name not in names
+    )
+    return [(jax.tree_util.GetAttrKey(name), contents[name]) for name in names], (
+        names,
+        numbers,
+    )
 
 
 def _unflatten(kind: type, structure: Any, leaves: Any) -> Any:
-    # Without the constructor and its checks: JAX puts tracers, shapes and placeholders into trees.
+    # Without the constructor and its checks: JAX puts tracers, shapes and placeholders
+    # into trees.
     names, numbers = structure
     value = object.__new__(kind)
     object.__setattr__(value, _LEAVES, names)
@@ -127,7 +175,8 @@ class NoOpLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):
-    """No loss scaling: for bfloat16 and float32, whose range needs none. Its `loss_scale` is 1.
+    """No loss scaling: for bfloat16 and float32, whose range needs none. Its
+    `loss_scale` is 1.
 
     Attributes:
         skips_bad_steps: as in `LossScale`.
@@ -182,7 +231,8 @@ class DynamicLossScaleState(NamedTuple):
 
     def at(self, loss_scale: ArrayLike) -> "DynamicLossScale":
         fields = {"loss_scale": loss_scale} | self._asdict()
-        # Without the constructor, which reads numbers: that would wait for the device at every step.
+        # Without the constructor, which reads numbers: that would wait for the device
+        # at every step.
         return _unflatten(DynamicLossScale, (tuple(fields), ()), fields.values())
 
 
@@ -201,27 +251,35 @@ class DynamicLossScale(LossScale):
             if bad_steps >= hysteresis:
                 loss_scale = max(loss_scale / factor, min_loss_scale)
 
-    With the default hysteresis it adapts like `torch.amp.GradScaler`, within bounds. A larger one follows Megatron-LM:
-    the first `hysteresis - 1` bad steps since the last growth do not shrink the scale.
+    With the default hysteresis it adapts like `torch.amp.GradScaler`, within bounds. A
+    larger one follows Megatron-LM: the first `hysteresis - 1` bad steps since the last
+    growth do not shrink the scale.
 
     Attributes:
         loss_scale: scalar; a Python number becomes a float32 array.
-        counter: scalar, good steps since the scale last grew or a step was bad; a Python number becomes an int32 array.
+        counter: scalar, good steps since the scale last grew or a step was bad; a
+            Python number becomes an int32 array.
         period: after how many good steps in a row the scale grows.
         factor: by how much it grows and shrinks.
         min_loss_scale: it never shrinks below this.
-        max_loss_scale: it never grows above this. Without a bound, a model whose gradients are zero for long (frozen,
-            or finished) takes the scale to infinity, where it stays.
+        max_loss_scale: it never grows above this. Without a bound, a model whose
+            gradients are zero for long (frozen, or finished) takes the scale to
+            infinity, where it stays.
         hysteresis: how many bad steps, since the last growth, it takes to shrink.
-        bad_steps: scalar, bad steps since the last growth; an int32 array if `hysteresis` is above 1, else not counted.
+        bad_steps: scalar, bad steps since the last growth; an int32 array if
+            `hysteresis` is above 1, else not counted.
 
     Example:
         >>> scale = DynamicLossScale(period=1)
-        >>> [float(scale.adjust(jnp.bool_(finite)).loss_scale) for finite in (True, False)]
+        >>> [
+        ...     float(scale.adjust(jnp.bool_(finite)).loss_scale)
+        ...     for finite in (True, False)
+        ... ]
         [65536.0, 16384.0]
 
     References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740). The interface is jmp's.
+        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740). The
+        interface is jmp's.
     """
 
     loss_scale: ArrayLike = 2.0**15
@@ -239,8 +297,11 @@ class DynamicLossScale(LossScale):
         for name in ("loss_scale", "min_loss_scale"):
             dtype = getattr(getattr(self, name), "dtype", np.dtype(np.float32))
             if not jnp.issubdtype(dtype, jnp.floating):  # as jmp does
-                warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=3)
-        # Arrays of the numbers that `adjust` changes, or a jitted step would compile again for its second call.
+                warnings.warn(
+                    f"Expected floating type for {name}, got {dtype}", stacklevel=3
+                )
+        # Arrays of the numbers that `adjust` changes, or a jitted step would compile
+        # again for its second call.
         dtypes = {"loss_scale": np.float32, "counter": np.int32}
         if not isinstance(self.hysteresis, (int, float)) or self.hysteresis > 1:
             dtypes["bad_steps"] = np.int32
@@ -252,34 +313,56 @@ class DynamicLossScale(LossScale):
         for name in ("period", "hysteresis"):
             number = _number_of(self, name)
             if number is not None and not (float(number).is_integer() and number >= 1):
-                raise ValueError(f"`DynamicLossScale`: `{name}` must be an integer above 0, but got {number}.")
+                raise ValueError(
+                    f"`DynamicLossScale`: `{name}` must be an integer above 0, but got"
+                    f" {number}."
+                )
         names = ("factor", "min_loss_scale", "max_loss_scale", "loss_scale", "counter")
         factor, low, high, *_ = (_number_of(self, name) for name in names)
         if factor is not None and not factor > 1:
-            raise ValueError(f"`DynamicLossScale`: `factor` must be above 1, but got {factor}.")
+            raise ValueError(
+                f"`DynamicLossScale`: `factor` must be above 1, but got {factor}."
+            )
         if low is not None and high is not None and not low <= high:
-            raise ValueError(f"`DynamicLossScale`: the minimum {low} must not be above the maximum {high}.")
+            raise ValueError(
+                f"`DynamicLossScale`: the minimum {low} must not be above the maximum"
+                f" {high}."
+            )
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
-        """Return the value for the next step; raise a ValueError if `grads_finite` is not a scalar."""
+        """Return the value for the next step; raise a ValueError if `grads_finite` is
+        not a scalar.
+        """
         finite = jnp.asarray(grads_finite, bool)
         if finite.ndim:
-            raise ValueError(f"`adjust` needs a boolean scalar, but got shape {finite.shape}; see `all_finite`.")
+            raise ValueError(
+                f"`adjust` needs a boolean scalar, but got shape {finite.shape}; see"
+                " `all_finite`."
+            )
         scale, counter = jnp.asarray(self.loss_scale), jnp.asarray(self.counter)
         factor, low, high = (
-            jnp.asarray(number, scale.dtype) for number in (self.factor, self.min_loss_scale, self.max_loss_scale)
+            jnp.asarray(number, scale.dtype)
+            for number in (self.factor, self.min_loss_scale, self.max_loss_scale)
         )
-        # `>=`: the counter of a checkpoint may be beyond this period, if its run had a longer one.
+        # `>=`: the counter of a checkpoint may be beyond this period, if its run had a
+        # longer one.
         grows = finite & (counter >= jnp.asarray(self.period, counter.dtype) - 1)
-        # A scale that begins above its maximum stays there: a good step never shrinks it.
+        # A scale that begins above its maximum stays there: a good step never shrinks
+        # it.
         grown = jnp.minimum(scale * factor, jnp.maximum(scale, high))
-        grown = jnp.where(jnp.isfinite(grown), grown, scale)  # a float16 scale, or no maximum
+        grown = jnp.where(
+            jnp.isfinite(grown), grown, scale
+        )  # a float16 scale, or no maximum
         shrunk = jnp.maximum(scale / factor, low)
         bad_steps = self.bad_steps
         if not isinstance(bad_steps, (int, float)):  # else the hysteresis is 1
             bad_steps = jnp.asarray(bad_steps)
             bad_steps = jnp.where(finite, bad_steps, optax.safe_increment(bad_steps))
-            shrunk = jnp.where(bad_steps >= jnp.asarray(self.hysteresis, bad_steps.dtype), shrunk, scale)
+            shrunk = jnp.where(
+                bad_steps >= jnp.asarray(self.hysteresis, bad_steps.dtype),
+                shrunk,
+                scale,
+            )
             bad_steps = jnp.where(grows, 0, bad_steps)
         return dataclasses.replace(
             self,
@@ -293,44 +376,78 @@ class DynamicLossScale(LossScale):
         return jnp.asarray(self.loss_scale) > self.min_loss_scale
 
     def init(self) -> DynamicLossScaleState:
-        low, scale, high = (_number_of(self, name) for name in ("min_loss_scale", "loss_scale", "max_loss_scale"))
+        low, scale, high = (
+            _number_of(self, name)
+            for name in ("min_loss_scale", "loss_scale", "max_loss_scale")
+        )
         if not (low is None or scale is None or high is None or low <= scale <= high):
-            raise ValueError(f"`loss_scaling`: the scale {scale} must lie between its bounds {low} and {high}.")
+            raise ValueError(
+                f"`loss_scaling`: the scale {scale} must lie between its bounds"
+                f" {low} and {high}."
+            )
         return self.state()
 
     def state(self) -> DynamicLossScaleState:
         integers = ("counter", "bad_steps", "period", "hysteresis")
-        dtypes = {name: np.int32 if name in integers else np.float32 for name in DynamicLossScaleState._fields}
-        return DynamicLossScaleState(**{name: jnp.asarray(getattr(self, name), dtypes[name]) for name in dtypes})
+        dtypes = {
+            name: np.int32 if name in integers else np.float32
+            for name in DynamicLossScaleState._fields
+        }
+        return DynamicLossScaleState(
+            **{name: jnp.asarray(getattr(self, name), dtypes[name]) for name in dtypes}
+        )
 
-    def resume(self, loss_scale: ArrayLike, state: DynamicLossScaleState) -> "DynamicLossScale":
-        return dataclasses.replace(self, loss_scale=loss_scale, counter=state.counter, bad_steps=state.bad_steps)
+    def resume(
+        self, loss_scale: ArrayLike, state: DynamicLossScaleState
+    ) -> "DynamicLossScale":
+        return dataclasses.replace(
+            self,
+            loss_scale=loss_scale,
+            counter=state.counter,
+            bad_steps=state.bad_steps,
+        )
 
 
 for _kind in (NoOpLossScaleState, StaticLossScaleState, DynamicLossScaleState):
-    export.register_namedtuple_serialization(_kind, serialized_name=f"mpx.{_kind.__name__}")
+    export.register_namedtuple_serialization(
+        _kind, serialized_name=f"mpx.{_kind.__name__}"
+    )
 
 
 def is_power_of_two(x: float) -> bool:
-    """Return whether `x` is a positive finite power of two, so that multiplying by it is exact."""
+    """Return whether `x` is a positive finite power of two, so that multiplying by it
+    is exact.
+    """
     return math.isfinite(x) and x > 0 and math.frexp(x)[0] == 0.5
 
 
 def require_powers_of_two(loss_scale: Any, caller: str) -> None:
-    """Raise unless this is a loss scale whose `powers_of_two` fields are powers of two; traced numbers pass."""
+    """Raise unless this is a loss scale whose `powers_of_two` fields are powers of two;
+    traced numbers pass.
+    """
     if not isinstance(loss_scale, LossScale):
         raise TypeError(
-            f"`{caller}`: `loss_scale` must be a loss scale such as `DynamicLossScale()`, but got {loss_scale!r}; a "
-            "number goes into `StaticLossScale(number)`, and of an optimizer state take `get_loss_scale(opt_state)`."
+            f"`{caller}`: `loss_scale` must be a loss scale such as"
+            f" `DynamicLossScale()`, but got {loss_scale!r}; a number goes into"
+            " `StaticLossScale(number)`, and of an optimizer state take"
+            " `get_loss_scale(opt_state)`."
         )
     numbers = {name: _number_of(loss_scale, name) for name in loss_scale.powers_of_two}
+
     # The reciprocal too must be a normal float32 number.
-    divides_exactly = lambda x: is_power_of_two(x) and 2.0**-126 <= x <= 2.0**126
-    wrong = [f"{name}={x}" for name, x in numbers.items() if x is not None and not divides_exactly(x)]
+    def divides_exactly(x):
+        return is_power_of_two(x) and 2.0**-126 <= x <= 2.0**126
+
+    wrong = [
+        f"{name}={x}"
+        for name, x in numbers.items()
+        if x is not None and not divides_exactly(x)
+    ]
     if wrong:
         raise ValueError(
-            f"`{caller}` unscales gradients exactly, so scale, factor and bounds must be powers of two, but got "
-            f"{', '.join(wrong)}. Use the nearest power of two, such as 2.0**15."
+            f"`{caller}` unscales gradients exactly, so scale, factor and bounds must"
+            f" be powers of two, but got {', '.join(wrong)}. Use the nearest power of"
+            " two, such as 2.0**15."
         )
 
 
@@ -339,16 +456,24 @@ def _multiply(tree: T, factor: ArrayLike, *, inverse: bool = False) -> T:
 
     def multiply(x):
         wide = _trees.at_least_float32(jnp.asarray(x))
-        by = jnp.asarray(factor, wide.dtype)  # its inverse too: 1/3 in float32 is too coarse for float64 leaves
+        by = jnp.asarray(
+            factor, wide.dtype
+        )  # its inverse too: 1/3 in float32 is too coarse for float64 leaves
         return wide * (1 / by if inverse else by)
 
     return jax.tree.map(multiply, tree)
 
 
 def _number_of(value: Any, name: str) -> float | None:
-    """Return a field as a Python number, or None if it is not known: traced, a shape, or one of several values."""
+    """Return a field as a Python number, or None if it is not known: traced, a shape,
+    or one of several values.
+    """
     number = getattr(value, name)
     if not (isinstance(number, (int, float)) or _trees.is_array(number)):
-        raise TypeError(f"`{type(value).__name__}`: `{name}` must be a number, but got {number!r}.")
-    is_known = not isinstance(number, (Tracer, jax.ShapeDtypeStruct)) and not np.ndim(number)
+        raise TypeError(
+            f"`{type(value).__name__}`: `{name}` must be a number, but got {number!r}."
+        )
+    is_known = not isinstance(number, (Tracer, jax.ShapeDtypeStruct)) and not np.ndim(
+        number
+    )
     return np.asarray(number).item() if is_known else None

@@ -27,7 +27,9 @@ from mpx._transforms.upcast import upcast
 
 @dataclasses.dataclass(frozen=True)
 class MomentsIn(StateFormat):
-    """Formats for moments, by what a field of the state is: a pattern alone would also match a layer called `mu`."""
+    """Formats for moments, by what a field of the state is: a pattern alone would also
+    match a layer called `mu`.
+    """
 
     first: StateFormat
     second: StateFormat
@@ -49,10 +51,14 @@ class MomentsIn(StateFormat):
         """Return the format of a moment; anything else stays in float32."""
         if role == "second moment":
             return self.second.for_role(role)
-        return self.first.for_role(role) if role in ("first moment", "signed") else FLOAT32
+        return (
+            self.first.for_role(role) if role in ("first moment", "signed") else FLOAT32
+        )
 
 
-MOMENTS = "mu|nu|trace|momentum|exp_avg|exp_avg_sq|sum_of_squares"  # as rules of Optax and others call them
+MOMENTS = (  # as rules of Optax and others call them
+    "mu|nu|trace|momentum|exp_avg|exp_avg_sq|sum_of_squares"
+)
 _FORMATS = {
     "bf16": MomentsIn(Cast("bfloat16"), Cast("bfloat16")),
     "8bit": MomentsIn(Blockwise8bit(), Blockwise8bit()),
@@ -73,40 +79,50 @@ def mixed_precision(
 ) -> optax.GradientTransformationExtraArgs:
     """Make any rule train a model under a recipe or a policy.
 
-    The name of a recipe chooses the policy, how masters are kept, and the formats of the rule's moments; `recipes`
-    lists the names. Under any other policy:
+    The name of a recipe chooses the policy, how masters are kept, and the formats of
+    the rule's moments; `recipes` lists the names. Under any other policy:
 
-    - Parameters stored in less than float32 (by the policy or an override) get `master_weights`.
-    - Where gradients are float16, because the model computes in it or stores parameters in it, they get
-      `loss_scaling`, around the masters.
+    - Parameters stored in less than float32 (by the policy or an override) get
+      `master_weights`.
+    - Where gradients are float16, because the model computes in it or stores parameters
+      in it, they get `loss_scaling`, around the masters.
     - Under a policy that needs neither, the rule gets neither.
 
-    Parameters come as the policy stores them (`Policy.cast_to_param`). Only a model of Flax NNX may come in float32:
-    `init` casts its variables where they are, so that it goes to a trainer that makes models and `nnx.Optimizer`
-    itself. (`jax.jit(tx.init)` casts copies: use `nnx.jit`.)
+    Parameters come as the policy stores them (`Policy.cast_to_param`). Only a model of
+    Flax NNX may come in float32: `init` casts its variables where they are, so that it
+    goes to a trainer that makes models and `nnx.Optimizer` itself. (`jax.jit(tx.init)`
+    casts copies: use `nnx.jit`.)
 
     Args:
-        inner: any Optax transformation or chain. Without it this is an element of `chain`.
-        policy: the name of a recipe such as `"bf16-split-8bit"`, a `Policy`, or the string of one.
-        storage: how masters are kept, as in `master_weights`, if no recipe says so. None is `"split"`, which keeps the
-            16 bits that a bfloat16 parameter lacks: AdamW takes 14 bytes a parameter, where float32 takes 16. Masters
-            of float16 parameters are full.
-        key: a PRNG key, for `storage="split24"` or a recipe that rounds at random; other recipes leave it unused.
+        inner: any Optax transformation or chain. Without it this is an element of
+            `chain`.
+        policy: the name of a recipe such as `"bf16-split-8bit"`, a `Policy`, or the
+            string of one.
+        storage: how masters are kept, as in `master_weights`, if no recipe says so.
+            None is `"split"`, which keeps the 16 bits that a bfloat16 parameter lacks:
+            AdamW takes 14 bytes a parameter, where float32 takes 16. Masters of float16
+            parameters are full.
+        key: a PRNG key, for `storage="split24"` or a recipe that rounds at random;
+            other recipes leave it unused.
         loss_scale: of `loss_scaling`; `DynamicLossScale()` if None.
         axis_name: of `loss_scaling`.
-        updates_in_param_dtype: of `master_weights`, for libraries that add updates without a cast: with the recipe
-            `"bf16-masters"`, or with `storage="full"`.
+        updates_in_param_dtype: of `master_weights`, for libraries that add updates
+            without a cast: with the recipe `"bf16-masters"`, or with `storage="full"`.
 
     Raises:
         TypeError: if `inner` is not a transformation.
-        ValueError: if there is no such recipe or policy; if a recipe needs a key and there is none; if `storage`,
-            `key`, `loss_scale` or `axis_name` is given and would do nothing, or `updates_in_param_dtype` without full
-            masters; at `init` and `update`, if the policy stores parameters below float32 and all given ones are
-            float32 or wider (and not of NNX, at `init`); at `init`, if this stands inside a wrapper that hides them,
-            such as `low_precision_state`, or if a recipe keeps moments in fewer bits and the rule has no moments.
+        ValueError: if there is no such recipe or policy; if a recipe needs a key and
+            there is none; if `storage`, `key`, `loss_scale` or `axis_name` is given and
+            would do nothing, or `updates_in_param_dtype` without full masters; at
+            `init` and `update`, if the policy stores parameters below float32 and all
+            given ones are float32 or wider (and not of NNX, at `init`); at `init`, if
+            this stands inside a wrapper that hides them, such as `low_precision_state`,
+            or if a recipe keeps moments in fewer bits and the rule has no moments.
 
     Example:
-        >>> tx = mixed_precision(optax.adamw(3e-4), "bf16-split24-8bit", key=jax.random.key(0))
+        >>> tx = mixed_precision(
+        ...     optax.adamw(3e-4), "bf16-split24-8bit", key=jax.random.key(0)
+        ... )
         >>> state = tx.init({"w": jnp.ones((64, 64), jnp.bfloat16)})
         >>> state.master["w"].dtype, optax.tree.get(state, "nu")["w"].codes.dtype
         (dtype('uint8'), dtype('uint8'))
@@ -119,14 +135,26 @@ def mixed_precision(
     tx: Any = _errors.as_transformation(inner, "mixed_precision")
     stored = [policy.param_dtype, *(dtype for _, dtype in policy.overrides)]
     is_narrow = any(np.dtype(dtype).itemsize < 4 for dtype in stored)
-    needs_scaling = any(np.dtype(dtype) == np.float16 for dtype in (policy.compute_dtype, *stored))
+    needs_scaling = any(
+        np.dtype(dtype) == np.float16 for dtype in (policy.compute_dtype, *stored)
+    )
     is_wide = "stores no parameters below float32"
     says_it = "is a recipe, which says how weights are kept"
-    _require_use("storage", storage, is_narrow and recipe is None, policy, says_it if recipe else is_wide)
-    _require_use("loss_scale", loss_scale, needs_scaling, policy, "has no float16 in it")
+    _require_use(
+        "storage",
+        storage,
+        is_narrow and recipe is None,
+        policy,
+        says_it if recipe else is_wide,
+    )
+    _require_use(
+        "loss_scale", loss_scale, needs_scaling, policy, "has no float16 in it"
+    )
     _require_use("axis_name", axis_name, needs_scaling, policy, "has no float16 in it")
     # Under a recipe of float32 parameters an override may store some in 16 bits.
-    weights: Any = (recipe.weights if recipe else storage) or ("split" if is_narrow else None)
+    weights: Any = (recipe.weights if recipe else storage) or (
+        "split" if is_narrow else None
+    )
     of_moments = None
     if recipe is None:
         _require_use("key", key, is_narrow, policy, is_wide)
@@ -135,18 +163,23 @@ def mixed_precision(
     else:
         key = None  # so that the name of the recipe is all that changes
     if recipe is not None and recipe.moments is not None:
-        tx = _with_moments(tx, recipe.moments, policy, of_moments if recipe.moments == "4bit" else None)
+        tx = _with_moments(
+            tx, recipe.moments, policy, of_moments if recipe.moments == "4bit" else None
+        )
     if updates_in_param_dtype and weights != "full":
         raise ValueError(
-            f"`mixed_precision`: `updates_in_param_dtype` needs full masters, which {policy_text(policy)!r} does not "
-            "keep. Take the recipe 'bf16-masters', or a policy with 16-bit parameters and `storage=\"full\"`."
+            "`mixed_precision`: `updates_in_param_dtype` needs full masters, which"
+            f" {policy_text(policy)!r} does not keep. Take the recipe 'bf16-masters',"
+            ' or a policy with 16-bit parameters and `storage="full"`.'
         )
     if weights == "kahan":
         tx = optax.chain(tx, kahan_summation())
     elif weights == "stochastic":
         tx = optax.chain(upcast(tx), stochastic_rounding(key))  # type: ignore[arg-type]  # it has one: see `rounds_at_random`
     elif weights is not None:
-        tx = master_weights(tx, storage=weights, key=key, updates_in_param_dtype=updates_in_param_dtype)
+        tx = master_weights(
+            tx, storage=weights, key=key, updates_in_param_dtype=updates_in_param_dtype
+        )
     if weights is not None:
         tx = _checked(optax.with_extra_args_support(tx), policy)
     if needs_scaling:
@@ -157,38 +190,66 @@ def mixed_precision(
 
 
 def _with_moments(
-    inner: optax.GradientTransformationExtraArgs, moments: str, policy: Policy, key: jax.Array | None
+    inner: optax.GradientTransformationExtraArgs,
+    moments: str,
+    policy: Policy,
+    key: jax.Array | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep the moments of a rule in fewer bits, all of them in 16, large ones in 8 or 4."""
+    """Keep the moments of a rule in fewer bits, all of them in 16, large ones in 8 or
+    4.
+    """
     formats = {MOMENTS: _FORMATS[moments]}
-    tx = low_precision_state(inner, formats, min_size=0 if moments == "bf16" else 4096, key=key)
+    tx = low_precision_state(
+        inner, formats, min_size=0 if moments == "bf16" else 4096, key=key
+    )
 
     def init_fn(params):
-        found = assign(jax.eval_shape(inner.init, _trees.shapes_of(params)), checked_patterns(formats), 0)
-        # A group of `optax.partition` may have no parameters, or numbers alone, whose moments stay as they are.
-        has_arrays = any(_trees.is_floating(p) and np.ndim(p) for p in jax.tree.leaves(params))
+        found = assign(
+            jax.eval_shape(inner.init, _trees.shapes_of(params)),
+            checked_patterns(formats),
+            0,
+        )
+        # A group of `optax.partition` may have no parameters, or numbers alone, whose
+        # moments stay as they are.
+        has_arrays = any(
+            _trees.is_floating(p) and np.ndim(p) for p in jax.tree.leaves(params)
+        )
         if has_arrays and not found:
             raise ValueError(
-                f"`mixed_precision`: the recipe {policy.recipe!r} keeps the rule's moments in fewer bits, but the rule "
-                f"has no field called {MOMENTS.replace('|', ', ')}. Take a recipe that leaves its state alone, such "
-                "as 'bf16-split', or say what to store by `low_precision_state`."
+                f"`mixed_precision`: the recipe {policy.recipe!r} keeps the rule's"
+                " moments in fewer bits, but the rule has no field called"
+                f" {MOMENTS.replace('|', ', ')}. Take a recipe that leaves its state"
+                " alone, such as 'bf16-split', or say what to store by"
+                " `low_precision_state`."
             )
         return tx.init(params)
 
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
 
-def _checked(tx: optax.GradientTransformationExtraArgs, policy: Policy) -> optax.GradientTransformationExtraArgs:
-    """Cast the variables of a model of NNX; refuse other parameters that nobody has cast, or that a wrapper widened."""
-    narrow = lambda tree: any(map(_trees.is_narrower, jax.tree.leaves(tree)))
-    as_stored = lambda tree: policy.cast_to(np.dtype(policy.param_dtype), tree)
-    is_uncast = lambda params: not narrow(params) and narrow(as_stored(_trees.shapes_of(params)))
+def _checked(
+    tx: optax.GradientTransformationExtraArgs, policy: Policy
+) -> optax.GradientTransformationExtraArgs:
+    """Cast the variables of a model of NNX; refuse other parameters that nobody has
+    cast, or that a wrapper widened.
+    """
+
+    def narrow(tree):
+        return any(map(_trees.is_narrower, jax.tree.leaves(tree)))
+
+    def as_stored(tree):
+        return policy.cast_to(np.dtype(policy.param_dtype), tree)
+
+    def is_uncast(params):
+        return not narrow(params) and narrow(as_stored(_trees.shapes_of(params)))
 
     def require_cast(params, remedy):
         if is_uncast(params):
             raise ValueError(
-                f"`mixed_precision`: the policy {policy_text(policy)!r} stores parameters below float32, but all of "
-                f"those given are float32 or wider. Cast them first: `params = policy.cast_to_param(params)`. {remedy}"
+                f"`mixed_precision`: the policy {policy_text(policy)!r} stores"
+                " parameters below float32, but all of those given are float32 or"
+                " wider. Cast them first: `params = policy.cast_to_param(params)`."
+                f" {remedy}"
             )
 
     def init_fn(params):
@@ -196,17 +257,20 @@ def _checked(tx: optax.GradientTransformationExtraArgs, policy: Policy) -> optax
             _cast_variables(params, as_stored)
         require_cast(
             params,
-            "If they are cast, a wrapper around this hides it (`upcast`, `low_precision_state`, `master_weights`): put "
-            "this around everything else, as in `mixed_precision(low_precision_state(rule, formats), policy)`.",
+            "If they are cast, a wrapper around this hides it (`upcast`,"
+            " `low_precision_state`, `master_weights`): put this around everything"
+            " else, as in `mixed_precision(low_precision_state(rule, formats),"
+            " policy)`.",
         )
         return tx.init(params)
 
     def update_fn(updates, state, params=None, **extra_args):
         require_cast(
             params,
-            "Those that `init` got were cast. `optax.apply_updates` keeps dtypes (`equinox.apply_updates` does not: "
-            "see `updates_in_param_dtype`). `jax.jit(tx.init)` casts copies of the variables of an NNX model, not the "
-            "model: call `init` outside of `jax.jit`, or inside of `nnx.jit`.",
+            "Those that `init` got were cast. `optax.apply_updates` keeps dtypes"
+            " (`equinox.apply_updates` does not: see `updates_in_param_dtype`)."
+            " `jax.jit(tx.init)` casts copies of the variables of an NNX model, not the"
+            " model: call `init` outside of `jax.jit`, or inside of `nnx.jit`.",
         )
         return tx.update(updates, state, params, **extra_args)
 
@@ -214,8 +278,12 @@ def _checked(tx: optax.GradientTransformationExtraArgs, policy: Policy) -> optax
 
 
 def _cast_variables(params: Any, cast: Callable[[Any], Any]) -> None:
-    """Cast variables of NNX where they are: `nnx.Optimizer` hands over those of its model, not copies."""
-    variables, others = (jax.tree.leaves(tree, is_leaf=_trees.is_box) for tree in (params, cast(params)))
+    """Cast variables of NNX where they are: `nnx.Optimizer` hands over those of its
+    model, not copies.
+    """
+    variables, others = (
+        jax.tree.leaves(tree, is_leaf=_trees.is_box) for tree in (params, cast(params))
+    )
     for variable, other in zip(variables, others, strict=True):
         if hasattr(variable, "set_value"):
             variable.set_value(other.get_value())
@@ -225,15 +293,18 @@ def _two_keys(key: jax.Array | None, policy: Policy) -> jax.Array:
     """Return a key for the weights and one for the moments; raise without a key."""
     if key is None:
         raise ValueError(
-            f"`mixed_precision`: the recipe {policy.recipe!r} rounds at random and needs a PRNG key; add "
-            "`key=jax.random.key(0)`."
+            f"`mixed_precision`: the recipe {policy.recipe!r} rounds at random and"
+            " needs a PRNG key; add `key=jax.random.key(0)`."
         )
     return jax.random.split(_errors.one_key(key, "mixed_precision"))
 
 
-def _require_use(argument: str, given: Any, needed: bool, policy: Policy, reason: str) -> None:
+def _require_use(
+    argument: str, given: Any, needed: bool, policy: Policy, reason: str
+) -> None:
     if given is not None and not needed:
         raise ValueError(
-            f"`mixed_precision`: `{argument}` was given, but the policy {policy_text(policy)!r} {reason}, so it would "
-            f"do nothing. Leave it out, or wrap the rule by hand."
+            f"`mixed_precision`: `{argument}` was given, but the policy"
+            f" {policy_text(policy)!r} {reason}, so it would do nothing. Leave it out,"
+            " or wrap the rule by hand."
         )

@@ -1,7 +1,8 @@
-"""List what mpx knows about jax's primitives: one table, which every part of the library reads.
+"""List what mpx knows about jax's primitives: one table, which every part of the
+library reads.
 
-A primitive that is not in the table gets the careful answer: it mixes elements, moves nothing, and is expensive.
-Primitives with the same facts share a row.
+A primitive that is not in the table gets the careful answer: it mixes elements, moves
+nothing, and is expensive. Primitives with the same facts share a row.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -10,22 +11,38 @@ from typing import Any, Literal, NamedTuple
 class Facts(NamedTuple):
     """The facts about a primitive."""
 
-    contraction: bool = False  # adds up products; nearly all floating-point operations of a model are in contractions
-    elementwise: bool = False  # an element of a result depends only on the operands' elements at the same place
-    cheap: bool = False  # costs less to compute again than to keep in float32; comparisons are kept, in a byte
-    transcendental: bool = False  # a function such as tanh, which XLA keeps in float32 for the derivative
-    linear: bool = False  # is linear in each operand; what `moves` elements is too, and need not say so
-    # Results consist of elements of the operands: the operands themselves ("same"), elements that indices choose
-    # ("moved"), elements that values or the order of writing choose ("chosen"), elements of other devices ("received").
+    # adds up products; nearly all floating-point operations of a model are in
+    # contractions
+    contraction: bool = False
+    # an element of a result depends only on the operands' elements at the same place
+    elementwise: bool = False
+    # costs less to compute again than to keep in float32; comparisons are kept, in a
+    # byte
+    cheap: bool = False
+    transcendental: bool = (
+        False  # a function such as tanh, which XLA keeps in float32 for the derivative
+    )
+    # is linear in each operand; what `moves` elements is too, and need not say so
+    linear: bool = False
+    # Results consist of elements of the operands: the operands themselves ("same"),
+    # elements that indices choose ("moved"), elements that values or the order of
+    # writing choose ("chosen"), elements of other devices ("received").
     moves: Literal["", "same", "moved", "chosen", "received"] = ""
-    # How often the one result has each element of the one operand. For "many", cotangents have yet to be added up.
+    # How often the one result has each element of the one operand. For "many",
+    # cotangents have yet to be added up.
     copies_of_operand: Literal["", "one", "many"] = ""
     communicates: bool = False  # needs other devices, or may
-    positional: bool = False  # depends on where an element is in the array, or on which device this is
-    triton: Literal["any", "32 bits", "none"] = "any"  # the floating-point numbers that Pallas' Triton has it for
-    blocks: Literal["", "view", "reduce"] = ""  # how it acts on rows of whole blocks, if it is not elementwise
-    # The programs it holds: one that runs once on all operands ("call"), the same with a derivative by its author
-    # ("custom"), or others.
+    positional: bool = (
+        False  # depends on where an element is in the array, or on which device this is
+    )
+    triton: Literal["any", "32 bits", "none"] = (
+        "any"  # the floating-point numbers that Pallas' Triton has it for
+    )
+    blocks: Literal["", "view", "reduce"] = (
+        ""  # how it acts on rows of whole blocks, if it is not elementwise
+    )
+    # The programs it holds: one that runs once on all operands ("call"), the same with
+    # a derivative by its author ("custom"), or others.
     runs: Literal["", "call", "custom", "branches", "devices", "loop"] = ""
 
 
@@ -39,14 +56,20 @@ _RECEIVED = Facts(moves="received", linear=True, communicates=True)
 _TOTAL = Facts(linear=True, communicates=True)
 _ROWS = {
     "conv_general_dilated dot_general ragged_dot_general": Facts(contraction=True),
-    "product_that_may_be_mapped": Facts(linear=True),  # of autocast: a product of a vector and a matrix
+    "product_that_may_be_mapped": Facts(
+        linear=True
+    ),  # of autocast: a product of a vector and a matrix
     # The operands themselves.
     "copy name": _ITSELF,
     "optimization_barrier pvary stop_gradient": _FREE._replace(moves="same"),
-    "value_with_derivative_of": _FREE._replace(triton="none"),  # of autocast: the first operand
+    "value_with_derivative_of": _FREE._replace(
+        triton="none"
+    ),  # of autocast: the first operand
     "kept_between_passes": _ITSELF._replace(triton="none"),  # of `checkpoint`
     "rounding_kept": _ITSELF._replace(triton="none"),  # of autocast
-    "cotangent_watched": _ITSELF._replace(triton="none"),  # of gradients around autocast
+    "cotangent_watched": _ITSELF._replace(
+        triton="none"
+    ),  # of gradients around autocast
     "layout_constraint": _FREE._replace(moves="same", triton="none"),
     "device_put": _KEPT._replace(moves="same", triton="none"),
     "sharding_constraint": _ITSELF._replace(communicates=True),
@@ -64,22 +87,31 @@ _ROWS = {
     "pad": Facts(cheap=True, moves="chosen"),
     "reduce_max reduce_min": Facts(moves="chosen", blocks="reduce"),
     "reduce_and reduce_or": Facts(blocks="reduce"),
-    "cummax cummin dynamic_update_slice reduce_window_max reduce_window_min scatter sort top_k": Facts(moves="chosen"),
+    "cummax cummin dynamic_update_slice reduce_window_max reduce_window_min scatter sort top_k": Facts(
+        moves="chosen"
+    ),
     # Elements of other devices, and sums over them.
-    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute ragged_all_to_all": _RECEIVED,
+    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute ragged_all_to_all": (
+        _RECEIVED
+    ),
     "pmax pmin": Facts(moves="chosen", communicates=True),
     "psum psum_invariant reduce_scatter": _TOTAL,
     "reduce_sum": Facts(linear=True, blocks="reduce"),
     # Arithmetic on elements.
-    "abs add add_any bitcast_convert_type ceil conj convert_element_type floor imag mul polynomial real rem round "
-    "rsqrt shift_left shift_right_arithmetic shift_right_logical sign sqrt square sub": _FREE,
-    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh exp exp2 expm1 log log1p pow sin sinh tan tanh": _CURVE,
+    "abs add add_any bitcast_convert_type ceil conj convert_element_type floor imag mul polynomial real rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sqrt square sub": (
+        _FREE
+    ),
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh exp exp2 expm1 log log1p pow sin sinh tan tanh": (
+        _CURVE
+    ),
     "erf erfc": _CURVE._replace(triton="none"),
     "logistic": _CURVE._replace(triton="32 bits"),
     "neg": _FREE._replace(linear=True),
     "div integer_pow nextafter": _FREE._replace(triton="32 bits"),
     "reduce_precision": _FREE._replace(triton="none"),
-    "one_minus_square reciprocal": _FREE._replace(triton="none"),  # derivatives of tanh and quotients since jax 0.11
+    "one_minus_square reciprocal": _FREE._replace(
+        triton="none"
+    ),  # derivatives of tanh and quotients since jax 0.11
     "and eq ge gt is_finite le lt ne not or xor": _KEPT,
     "erf_inv": _KEPT._replace(triton="32 bits"),
     "digamma lgamma": _KEPT._replace(triton="none"),
@@ -107,5 +139,7 @@ def is_call(eqn: Any) -> bool:
 
 
 def holds_programs_run_once(eqn: Any) -> bool:
-    """Return whether an equation runs one of its programs once: a call or a conditional."""
+    """Return whether an equation runs one of its programs once: a call or a
+    conditional.
+    """
     return facts_of(eqn).runs not in ("", "loop")

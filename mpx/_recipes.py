@@ -16,10 +16,13 @@ class Recipe(NamedTuple):
     Attributes:
         policy: the string of its policy.
         purpose: what to take it for.
-        bytes: of AdamW, a parameter, in one jitted step that donates, without activations.
-        follows: how its weights follow those of a float32 training run with the same gradients.
-        weights: what is kept of the weights that parameters cannot hold: masters in a `Storage`, the compensation of
-            `kahan_summation`, nothing but a key (`"stochastic"`), or None for parameters in float32.
+        bytes: of AdamW, a parameter, in one jitted step that donates, without
+            activations.
+        follows: how its weights follow those of a float32 training run with the same
+            gradients.
+        weights: what is kept of the weights that parameters cannot hold: masters in a
+            `Storage`, the compensation of `kahan_summation`, nothing but a key
+            (`"stochastic"`), or None for parameters in float32.
         moments: the format of the rule's moments: None is float32.
     """
 
@@ -38,16 +41,39 @@ class Recipe(NamedTuple):
 
 RECIPES: Mapping[str, Recipe] = {
     "bf16-split": Recipe(_BF16, "train in bfloat16: start here", 14, weights="split"),
-    "bf16-split-8bit": Recipe(_BF16, "fit a larger model", 8.03, "closely", "split", "8bit"),
-    "bf16-split24-8bit": Recipe(_BF16, "fit more still", 7.03, "closely", "split24", "8bit"),
-    "bf16-split24-4bit": Recipe(_BF16, "hold the fewest bytes", 6.55, "closely", "split24", "4bit"),
-    "bf16-kahan": Recipe(_BF16, "train without masters", 10, "closely", "kahan", "bf16"),
-    "bf16-stochastic": Recipe(_BF16, "keep nothing of a weight but its parameter", 12, "closely", "stochastic"),
-    "bf16-masters": Recipe(_BF16, "let other code read float32 masters", 16, weights="full"),
-    "bf16-autocast": Recipe("params=f32,compute=bf16,output=f32", "keep float32 parameters", 14),
-    "f16-scaled": Recipe("params=f32,compute=f16,output=f32", "use a GPU without bfloat16 (V100, T4)", 14),
-    "fp8": Recipe("params=bf16,compute=fp8,output=f32", "multiply matrices in 8 bits (H100)", 14, weights="split"),
-    "f32": Recipe("params=f32,compute=f32,output=f32", "compare, or train on a CPU", 16),
+    "bf16-split-8bit": Recipe(
+        _BF16, "fit a larger model", 8.03, "closely", "split", "8bit"
+    ),
+    "bf16-split24-8bit": Recipe(
+        _BF16, "fit more still", 7.03, "closely", "split24", "8bit"
+    ),
+    "bf16-split24-4bit": Recipe(
+        _BF16, "hold the fewest bytes", 6.55, "closely", "split24", "4bit"
+    ),
+    "bf16-kahan": Recipe(
+        _BF16, "train without masters", 10, "closely", "kahan", "bf16"
+    ),
+    "bf16-stochastic": Recipe(
+        _BF16, "keep nothing of a weight but its parameter", 12, "closely", "stochastic"
+    ),
+    "bf16-masters": Recipe(
+        _BF16, "let other code read float32 masters", 16, weights="full"
+    ),
+    "bf16-autocast": Recipe(
+        "params=f32,compute=bf16,output=f32", "keep float32 parameters", 14
+    ),
+    "f16-scaled": Recipe(
+        "params=f32,compute=f16,output=f32", "use a GPU without bfloat16 (V100, T4)", 14
+    ),
+    "fp8": Recipe(
+        "params=bf16,compute=fp8,output=f32",
+        "multiply matrices in 8 bits (H100)",
+        14,
+        weights="split",
+    ),
+    "f32": Recipe(
+        "params=f32,compute=f32,output=f32", "compare, or train on a CPU", 16
+    ),
 }
 
 
@@ -58,10 +84,30 @@ class Recipes(Result):
     recipes: Mapping[str, Recipe]
 
     def _parts(self) -> Iterable[Table]:
-        header = ("recipe", "take it to", "bytes a parameter", "follows float32", "needs a key")
-        row = lambda name, x: (name, x.purpose, f"{x.bytes:g}", x.follows, "yes" if x.rounds_at_random else "")
-        title = "follows float32: whether masters are those of a float32 run with the same gradients"
-        yield Table(title, [header, *(row(name, x) for name, x in self.recipes.items())], (2,))
+        header = (
+            "recipe",
+            "take it to",
+            "bytes a parameter",
+            "follows float32",
+            "needs a key",
+        )
+
+        def row(name, x):
+            return (
+                name,
+                x.purpose,
+                f"{x.bytes:g}",
+                x.follows,
+                "yes" if x.rounds_at_random else "",
+            )
+
+        title = (
+            "follows float32: whether masters are those of a float32 run with the same"
+            " gradients"
+        )
+        yield Table(
+            title, [header, *(row(name, x) for name, x in self.recipes.items())], (2,)
+        )
 
     def __repr__(self) -> str:
         return str(self)
@@ -70,9 +116,11 @@ class Recipes(Result):
 def recipes() -> Recipes:
     """Return the table of recipes. The name of one stands wherever a policy does.
 
-    Bytes are those of AdamW in one jitted step that donates parameters and state: parameters, gradients and state,
-    without activations. A recipe follows float32 exactly if its weights are those of a float32 training run with the
-    same gradients. One that rounds at random needs a key: `mixed_precision(tx, name, key=jax.random.key(0))`.
+    Bytes are those of AdamW in one jitted step that donates parameters and state:
+    parameters, gradients and state, without activations. A recipe follows float32
+    exactly if its weights are those of a float32 training run with the same gradients.
+    One that rounds at random needs a key: `mixed_precision(tx, name,
+    key=jax.random.key(0))`.
 
     Example:
         >>> print(recipes())
@@ -94,7 +142,9 @@ def recipes() -> Recipes:
 
 
 def nearest(name: str) -> str:
-    """Return a sentence with the recipes whose names are near to a wrong one, or with all of them."""
+    """Return a sentence with the recipes whose names are near to a wrong one, or with
+    all of them.
+    """
     found = difflib.get_close_matches(name, RECIPES, n=2)
     if found:
         return f"Did you mean {' or '.join(map(repr, found))}?"

@@ -12,7 +12,9 @@ _BYTES: Unit = ("bytes", 1)
 
 
 def unit_for(numbers: Iterable[int]) -> Unit:
-    """Return the unit for numbers of bytes: GB, or less where the largest number is below 0.1 of one."""
+    """Return the unit for numbers of bytes: GB, or less where the largest number is
+    below 0.1 of one.
+    """
     largest = max(numbers)
     units = ("GB", 10**9), ("MB", 10**6)
     return next((unit for unit in units if largest >= 0.1 * unit[1]), _BYTES)
@@ -24,8 +26,16 @@ def shown(number: int, unit: Unit) -> str:
 
 
 def digits(number: float) -> str:
-    """Return a number of at most six characters: four digits, or all before the point, or three behind it."""
-    return f"{number:,.0f}" if number >= 1000 else f"{number:#.4g}" if number >= 1 else f"{number:.3f}"
+    """Return a number of at most six characters: four digits, or all before the point,
+    or three behind it.
+    """
+    return (
+        f"{number:,.0f}"
+        if number >= 1000
+        else f"{number:#.4g}"
+        if number >= 1
+        else f"{number:.3f}"
+    )
 
 
 class Table(NamedTuple):
@@ -41,20 +51,29 @@ class Table(NamedTuple):
         for i, column in enumerate(zip(*self.lines, strict=True)):
             width = max(map(len, column))
             is_right = i in self.right or i - count in self.right
-            columns.append([cell.rjust(width) if is_right else cell.ljust(width) for cell in column])
+            columns.append(
+                [
+                    cell.rjust(width) if is_right else cell.ljust(width)
+                    for cell in column
+                ]
+            )
         lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
         return "\n".join([self.title, *lines] if self.title else lines)
 
 
 class Result:
-    """Base of the dataclasses that tools return: they print as text, and go into JSON."""
+    """Base of the dataclasses that tools return: they print as text, and go into
+    JSON.
+    """
 
     def _parts(self) -> Iterable[Table | str]:
         """Return the tables and paragraphs that are printed, in order."""
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the public fields and properties, as dictionaries, lists, strings and finite numbers, for JSON."""
+        """Return the public fields and properties, as dictionaries, lists, strings and
+        finite numbers, for JSON.
+        """
         return _members(self)
 
     def __str__(self) -> str:
@@ -63,7 +82,9 @@ class Result:
 
 
 def json_values(value: Any) -> Any:
-    """Return a value as JSON can hold it: None for a number that is not finite, a string for what JSON lacks."""
+    """Return a value as JSON can hold it: None for a number that is not finite, a
+    string for what JSON lacks.
+    """
     if isinstance(value, Result):
         return value.as_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -80,7 +101,18 @@ def json_values(value: Any) -> Any:
 
 
 def _members(value: Any) -> dict[str, Any]:
-    """Return the public fields of a dataclass, then its public properties, as JSON values."""
+    """Return the public fields of a dataclass, then its public properties, as JSON
+    values.
+    """
     names = [field.name for field in dataclasses.fields(value)]
-    names += [name for kind in type(value).__mro__ for name, x in vars(kind).items() if isinstance(x, property)]
-    return {name: json_values(getattr(value, name)) for name in names if not name.startswith("_")}
+    names += [
+        name
+        for kind in type(value).__mro__
+        for name, x in vars(kind).items()
+        if isinstance(x, property)
+    ]
+    return {
+        name: json_values(getattr(value, name))
+        for name in names
+        if not name.startswith("_")
+    }

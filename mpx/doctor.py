@@ -1,7 +1,8 @@
-"""Say whether mpx is exact on this machine: `mpx.doctor.examine()`, on the command line `mpx doctor`.
+"""Say whether mpx is exact on this machine: `mpx.doctor.examine()`, on the command line
+`mpx doctor`.
 
-Claims of exactness are tried in compiled programs, whose results are compared, bit by bit, with numbers that NumPy and
-ml_dtypes compute.
+Claims of exactness are tried in compiled programs, whose results are compared, bit by
+bit, with numbers that NumPy and ml_dtypes compute.
 """
 
 import collections
@@ -29,7 +30,9 @@ from mpx._transforms.master_weights import master_weights
 _PACKAGES = ("mpx-jax", "jax", "jaxlib", "optax", "flax", "numpy", "ml_dtypes")
 _BF16, _F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 _STEPS = 1000
-_UPDATES = (np.arange(64) % 8 - 3).astype(_F32) * np.float32(2.0**-13)  # every sum from 1 on is exact in float32
+_UPDATES = (np.arange(64) % 8 - 3).astype(_F32) * np.float32(
+    2.0**-13
+)  # every sum from 1 on is exact in float32
 _SUMS = np.float32(1) + np.float32(_STEPS) * _UPDATES
 
 
@@ -44,7 +47,9 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(Result):
-    """Hold the result of `examine`; prints its verdict, then what is exact and what is here."""
+    """Hold the result of `examine`; prints its verdict, then what is exact and what is
+    here.
+    """
 
     versions: dict[str, str]  # of Python and the packages around mpx
     package: str  # the folder of this mpx
@@ -61,12 +66,18 @@ class Diagnosis(Result):
         """Say whether all is well, and what to do if it is not."""
         if self.is_exact:
             return "mpx is exact to the bit on this machine."
-        wrong = f"{sum(not check.exact for check in self.checks)} of {len(self.checks)} claims fail"
+        wrong = (
+            f"{sum(not check.exact for check in self.checks)} of"
+            f" {len(self.checks)} claims fail"
+        )
         return f"mpx is NOT exact on this machine: {wrong}. Report it, with this page."
 
     def _parts(self) -> Iterator[Table | str]:
         yield self.verdict
-        checks = [(check.name, "yes" if check.exact else f"NO: {check.detail}") for check in self.checks]
+        checks = [
+            (check.name, "yes" if check.exact else f"NO: {check.detail}")
+            for check in self.checks
+        ]
         yield Table("Claims", [("claim", "exact"), *checks], ())
         devices = ", ".join(f"{count} x {kind}" for kind, count in self.devices.items())
         here = {"mpx imported from": self.package, "devices": devices}
@@ -74,7 +85,8 @@ class Diagnosis(Result):
 
 
 def examine() -> Diagnosis:
-    """Examine this machine: what is here, and whether mpx is exact on the default device.
+    """Examine this machine: what is here, and whether mpx is exact on the default
+    device.
 
     Raises:
         RuntimeError: if JAX finds no device.
@@ -85,57 +97,132 @@ def examine() -> Diagnosis:
         (10, 'mpx is exact to the bit on this machine.')
     """
     found = {each.name: each.version for each in importlib.metadata.distributions()}
-    versions = {"python": platform.python_version()} | {name: found[name] for name in _PACKAGES if name in found}
+    versions = {"python": platform.python_version()} | {
+        name: found[name] for name in _PACKAGES if name in found
+    }
     try:
         devices = collections.Counter(device.device_kind for device in jax.devices())
-    except Exception as error:  # jax raises assertions without a text too, if JAX_PLATFORMS names what is not installed
-        asked = f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}): {error!r}"
-        remedy = "install the jax that fits the hardware (`pip install 'jax[cuda13]'`), or set JAX_PLATFORMS=cpu"
+    # jax raises assertions without a text too, if JAX_PLATFORMS names what is not
+    # installed
+    except Exception as error:
+        asked = (
+            "JAX finds no device"
+            f" (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}): {error!r}"
+        )
+        remedy = (
+            "install the jax that fits the hardware (`pip install 'jax[cuda13]'`), or"
+            " set JAX_PLATFORMS=cpu"
+        )
         raise RuntimeError(f"{asked}; {remedy}.") from error
     with jax.disable_jit(False):  # compiled programs are examined, whatever the mode
-        return Diagnosis(versions, str(pathlib.Path(__file__).parent), dict(devices), tuple(_claims()))
+        return Diagnosis(
+            versions,
+            str(pathlib.Path(__file__).parent),
+            dict(devices),
+            tuple(_claims()),
+        )
 
 
 def _claims() -> Iterator[Check]:
-    """Train a few weights with each kind of state, and round where a compiler may drop a rounding."""
+    """Train a few weights with each kind of state, and round where a compiler may drop
+    a rounding.
+    """
 
     def compensated(params, state):
-        return np.asarray(params).astype(_F32) + np.asarray(state.compensation).astype(_F32)
+        return np.asarray(params).astype(_F32) + np.asarray(state.compensation).astype(
+            _F32
+        )
 
     split = master_weights(optax.sgd(-1.0), storage="split")
-    yield _check("Kahan compensations keep 1,000 updates", lambda: compensated(*_trained(kahan_summation())), _SUMS)
-    yield _check("masters split in two keep 1,000 updates", lambda: master_params(*_trained(split)), _SUMS)
+    yield _check(
+        "Kahan compensations keep 1,000 updates",
+        lambda: compensated(*_trained(kahan_summation())),
+        _SUMS,
+    )
+    yield _check(
+        "masters split in two keep 1,000 updates",
+        lambda: master_params(*_trained(split)),
+        _SUMS,
+    )
     for dtype in (_BF16, np.dtype(np.float16)):
-        for name, program, operands, expected in _roundings(dtype, partial(formats.round_to, dtype=dtype)):
-            yield _check(f"`round_to` {dtype} {name}", partial(jax.jit(program), *operands), expected)
+        for name, program, operands, expected in _roundings(
+            dtype, partial(formats.round_to, dtype=dtype)
+        ):
+            yield _check(
+                f"`round_to` {dtype} {name}",
+                partial(jax.jit(program), *operands),
+                expected,
+            )
 
 
-def _roundings(dtype: np.dtype, round_to: Callable[[Any], Any]) -> Iterator[tuple[str, Callable[..., Any], Any, Any]]:
-    """Yield places where a compiler may drop a rounding or flush to 0: a name, a program, its operands, its result."""
-    kept = lambda x: x.astype(dtype).astype(_F32)
+def _roundings(
+    dtype: np.dtype, round_to: Callable[[Any], Any]
+) -> Iterator[tuple[str, Callable[..., Any], Any, Any]]:
+    """Yield places where a compiler may drop a rounding or flush to 0: a name, a
+    program, its operands, its result.
+    """
+
+    def kept(x):
+        return x.astype(dtype).astype(_F32)
+
     x, y = np.random.default_rng(1).normal(size=(2, 4096)).astype(_F32)
     yield "after a sum", lambda x, y: round_to(x + y), (x, y), kept(x + y)
-    # Multiples of 1/64: every sum of products is exact in float32, in any order, and too long for 16 bits.
+    # Multiples of 1/64: every sum of products is exact in float32, in any order, and
+    # too long for 16 bits.
     a, b = np.random.default_rng(2).integers(-127, 128, (2, 64, 64)) / 64
-    product = lambda a, b: round_to(lax.dot(a, b, preferred_element_type=_F32))
-    yield "after a product of 16-bit matrices", product, (a.astype(dtype), b.astype(dtype)), kept((a @ b).astype(_F32))
-    # 1 added to an even number whose neighbour is 2 away is that number itself; the second time too.
-    large, ones = np.full(8, 2.0 ** (jnp.finfo(dtype).nmant + 1), _F32), np.ones(8, dtype)
-    once = lambda x, y: round_to(x.astype(_F32) + y.astype(_F32))
-    yield "between sums of 16-bit numbers", lambda x, y: once(once(x, y), y), (large.astype(dtype), ones), large
+
+    def product(a, b):
+        return round_to(lax.dot(a, b, preferred_element_type=_F32))
+
+    yield (
+        "after a product of 16-bit matrices",
+        product,
+        (
+            a.astype(dtype),
+            b.astype(dtype),
+        ),
+        kept((a @ b).astype(_F32)),
+    )
+    # 1 added to an even number whose neighbour is 2 away is that number itself; the
+    # second time too.
+    large, ones = (
+        np.full(8, 2.0 ** (jnp.finfo(dtype).nmant + 1), _F32),
+        np.ones(8, dtype),
+    )
+
+    def once(x, y):
+        return round_to(x.astype(_F32) + y.astype(_F32))
+
+    yield (
+        "between sums of 16-bit numbers",
+        lambda x, y: once(once(x, y), y),
+        (
+            large.astype(dtype),
+            ones,
+        ),
+        large,
+    )
     half = np.full(1, float(jnp.finfo(dtype).smallest_normal) / 2, _F32)
     yield "to a subnormal number", round_to, (half,), half
 
 
 def _check(name: str, compute: Callable[[], Any], expected: np.ndarray) -> Check:
-    """Compare the bits of the float32 array that is computed with those of the expected one."""
+    """Compare the bits of the float32 array that is computed with those of the expected
+    one.
+    """
     try:
-        with jax.numpy_dtype_promotion("standard"):  # Optax adds float32 updates to bfloat16 parameters
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # Optax adds float32 updates to bfloat16 parameters
             result = np.asarray(compute())
     except Exception as error:  # on a machine where this fails, that is the finding
         return Check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
     wrong = int(np.sum(result.view(np.uint32) != expected.view(np.uint32)))
-    return Check(name, wrong == 0, f"{wrong} of {expected.size} numbers are wrong" if wrong else "")
+    return Check(
+        name,
+        wrong == 0,
+        f"{wrong} of {expected.size} numbers are wrong" if wrong else "",
+    )
 
 
 def _trained(tx: optax.GradientTransformation) -> tuple[jax.Array, Any]:
@@ -146,5 +233,9 @@ def _trained(tx: optax.GradientTransformation) -> tuple[jax.Array, Any]:
         updates, state = tx.update(gradients, state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    train = jax.jit(lambda params, gradients: lax.scan(step, (params, tx.init(params)), gradients)[0])
+    train = jax.jit(
+        lambda params, gradients: lax.scan(step, (params, tx.init(params)), gradients)[
+            0
+        ]
+    )
     return train(jnp.ones(_UPDATES.shape, _BF16), np.tile(_UPDATES, (_STEPS, 1)))

@@ -1,4 +1,6 @@
-"""Rules, wrappers of mpx, and what stands inside and around them: the cases that `test_every_rule.py` runs."""
+"""Rules, wrappers of mpx, and what stands inside and around them: the cases that
+`test_every_rule.py` runs.
+"""
 
 import functools
 import logging
@@ -12,13 +14,16 @@ import optax
 import mpx
 from tests.rules import RULES, bfloat16_params, moment_fields
 
-# `optax.lookahead` logs a warning when it is traced with parameters of another kind, as `check_chain` may do.
+# `optax.lookahead` logs a warning when it is traced with parameters of another kind, as
+# `check_chain` may do.
 logging.getLogger("absl").setLevel(logging.ERROR)
 
 
 def in_8_bits(rule: str, tx: Any) -> Any:
     """Keep the averages of the rule in 8 bits, around float32 parameters."""
-    return mpx.low_precision_state(tx, {moment_fields(rule): mpx.Blockwise8bit()}, min_size=64)
+    return mpx.low_precision_state(
+        tx, {moment_fields(rule): mpx.Blockwise8bit()}, min_size=64
+    )
 
 
 WRAPPERS = {
@@ -33,8 +38,12 @@ MASKS = {"kernel": True, "bias": False}
 LABELS = {"kernel": "fast", "bias": "slow"}
 IN_FRONT = {  # they change gradients, or which of them arrive
     "clipping before": lambda tx: optax.chain(optax.clip(0.1), tx),
-    "partition": lambda tx: optax.partition({"fast": tx, "slow": optax.set_to_zero()}, LABELS),
-    "masked": lambda tx: optax.chain(optax.masked(tx, MASKS), optax.freeze({"kernel": False, "bias": True})),
+    "partition": lambda tx: optax.partition(
+        {"fast": tx, "slow": optax.set_to_zero()}, LABELS
+    ),
+    "masked": lambda tx: optax.chain(
+        optax.masked(tx, MASKS), optax.freeze({"kernel": False, "bias": True})
+    ),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
     "injected": lambda tx: optax.inject_hyperparams(
         lambda rate: optax.chain(optax.scale(rate), tx), hyperparam_dtype=jnp.float32
@@ -43,16 +52,29 @@ IN_FRONT = {  # they change gradients, or which of them arrive
 }
 BEHIND = {  # they change updates
     "clipping after": lambda tx: optax.chain(tx, optax.clip(1e-3)),
-    "injected rate": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(0.5),
+    "injected rate": lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(tx, optax.scale(rate))
+    )(0.5),
     "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-2),
     "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
 }
 AROUND = IN_FRONT | BEHIND
 SIDES = ("inside", "outside")  # of the wrapper
 
-_CHANGED = "was final when `(master_weights|kahan_summation)` had rounded it, but `\\w+` changes it after that"
-_SCALED = "gradients reach `loss_scaling` scaled, but `\\w+` in front of it is not linear in them"
-REFUSED = {(around, wrapper): _CHANGED for around in BEHIND for wrapper in WRAPPERS if wrapper != "8-bit"}
+_CHANGED = (
+    "was final when `(master_weights|kahan_summation)` had rounded it, but `\\w+`"
+    " changes it after that"
+)
+_SCALED = (
+    "gradients reach `loss_scaling` scaled, but `\\w+` in front of it is not linear in"
+    " them"
+)
+REFUSED = {
+    (around, wrapper): _CHANGED
+    for around in BEHIND
+    for wrapper in WRAPPERS
+    if wrapper != "8-bit"
+}
 REFUSED |= {(around, "scaled"): _SCALED for around in ("clipping before", "MultiSteps")}
 
 
@@ -65,15 +87,25 @@ class Case(NamedTuple):
     side: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (self.rule, self.wrapper, f"{self.around} {self.side}".strip())))
+        return ", ".join(
+            filter(
+                None, (self.rule, self.wrapper, f"{self.around} {self.side}".strip())
+            )
+        )
 
     def plain(self, rate: Any = None) -> Any:
-        """Return the rule and what stands around it, without mpx; with a rate, its updates are multiplied by that."""
+        """Return the rule and what stands around it, without mpx; with a rate, its
+        updates are multiplied by that.
+        """
         return AROUND.get(self.around, lambda tx: tx)(self._rule(rate))
 
     def wrapped(self, rate: Any = None) -> Any:
         wrap = functools.partial(WRAPPERS[self.wrapper], self.rule)
-        return AROUND[self.around](wrap(self._rule(rate))) if self.side == "outside" else wrap(self.plain(rate))
+        return (
+            AROUND[self.around](wrap(self._rule(rate)))
+            if self.side == "outside"
+            else wrap(self.plain(rate))
+        )
 
     def _rule(self, rate: Any) -> Any:
         rule = RULES[self.rule].make()
@@ -84,7 +116,11 @@ class Case(NamedTuple):
         dtype = jnp.float32 if self.wrapper == "8-bit" else jnp.bfloat16
         params = jax.tree.map(lambda p: p.astype(dtype), bfloat16_params())
         slow = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
-        return optax.LookaheadParams(params, slow) if self.around == "lookahead" else params
+        return (
+            optax.LookaheadParams(params, slow)
+            if self.around == "lookahead"
+            else params
+        )
 
     @property
     def scale(self) -> float:
@@ -93,10 +129,14 @@ class Case(NamedTuple):
 
 
 def _can_optax(rule: str, around: str) -> bool:
-    """Leave out what no extra arguments reach, a line search on parts of a tree, and gradients that examples have."""
+    """Leave out what no extra arguments reach, a line search on parts of a tree, and
+    gradients that examples have.
+    """
     if RULES[rule].per_example:
         return around not in ("partition", "masked", "MultiSteps")
-    return rule != "lbfgs" and not (around == "lookahead" and RULES[rule].extra_args({}, {}))
+    return rule != "lbfgs" and not (
+        around == "lookahead" and RULES[rule].extra_args({}, {})
+    )
 
 
 def _cases() -> Iterator[Case]:
@@ -105,7 +145,11 @@ def _cases() -> Iterator[Case]:
         yield from (Case(rule, wrapper) for wrapper in wrappers)
         for j, around in enumerate(AROUND):
             side = SIDES[(i + i // 6 + j) % 2]
-            allowed = [name for name in wrappers if side == "inside" or (around, name) not in REFUSED]
+            allowed = [
+                name
+                for name in wrappers
+                if side == "inside" or (around, name) not in REFUSED
+            ]
             if allowed and _can_optax(rule, around):
                 yield Case(rule, allowed[(i + j) % len(allowed)], around, side)
 
@@ -114,8 +158,8 @@ CASES = list(_cases())
 _OF_RULES = [[case for case in CASES if case.rule == rule] for rule in RULES]
 # For every third rule one of its cases, each of another kind.
 QUICK = {cases[i % len(cases)] for i, cases in enumerate(_OF_RULES) if i % 3 == 0}
-# What is composed with each of JAX's transformations: each rule in a wrapper, or with something inside or around it;
-# but for the line search, whose loop has no derivative.
+# What is composed with each of JAX's transformations: each rule in a wrapper, or with
+# something inside or around it; but for the line search, whose loop has no derivative.
 COMPOSED = [
     cases[-1 - i // 2 % 10 if i % 2 and len(cases) > 10 else i % 5]
     for i, cases in enumerate(_OF_RULES)

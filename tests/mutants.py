@@ -1,9 +1,10 @@
-"""Change one token of a file of mpx at a time, and list the changes that its tests do not see.
+"""Change one token of a file of mpx at a time, and list the changes that its tests do
+not see.
 
     python -m tests.mutants mpx/_autocast/plan.py --count 20 --seed 1
 
-Only a copy of the repository is changed. A mutant that survives shows a test that is missing, code that can go, or a
-change without a meaning.
+Only a copy of the repository is changed. A mutant that survives shows a test that is
+missing, code that can go, or a change without a meaning.
 """
 
 import ast
@@ -24,11 +25,25 @@ from typer import Option
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("mpx", "tests", "examples", "conftest.py", "pyproject.toml")
-# The tests of the files of a folder: those at the same place under `tests` come first, then these.
+# The tests of the files of a folder: those at the same place under `tests` come first,
+# then these.
 TESTS = {
-    "mpx/_autocast": ["tests/autocast", "tests/parallel/test_explicit_axes.py", "tests/programs"],
-    "mpx/_stored": ["tests/stored", "tests/transforms", "tests/test_contract.py", "tests/walks"],
-    "mpx/_transforms": ["tests/transforms", "tests/test_contract.py", "tests/test_mixed_precision.py"],
+    "mpx/_autocast": [
+        "tests/autocast",
+        "tests/parallel/test_explicit_axes.py",
+        "tests/programs",
+    ],
+    "mpx/_stored": [
+        "tests/stored",
+        "tests/transforms",
+        "tests/test_contract.py",
+        "tests/walks",
+    ],
+    "mpx/_transforms": [
+        "tests/transforms",
+        "tests/test_contract.py",
+        "tests/test_mixed_precision.py",
+    ],
     "mpx/_inspect": ["tests/inspect", "tests/test_contract.py"],
     "mpx/_parallel": ["tests/parallel"],
     "mpx/_fused": ["tests/fused"],
@@ -36,7 +51,14 @@ TESTS = {
     "mpx/monitor": ["tests/tools"],
     "mpx": ["tests/autocast", "tests/transforms", "tests/test_contract.py"],
 }
-OTHER = {ast.Eq: ast.NotEq, ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Is: ast.IsNot, ast.In: ast.NotIn, ast.And: ast.Or}
+OTHER = {
+    ast.Eq: ast.NotEq,
+    ast.Lt: ast.LtE,
+    ast.Gt: ast.GtE,
+    ast.Is: ast.IsNot,
+    ast.In: ast.NotIn,
+    ast.And: ast.Or,
+}
 OTHER |= {ast.Add: ast.Sub}
 OTHER |= {new: old for old, new in OTHER.items()}
 NAMES = {"any": "all", "all": "any", "min": "max", "max": "min"}
@@ -80,17 +102,25 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def without_a_part(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a part of a program without one of its operands, of its arguments by keyword, of its elements."""
+    """Yield a part of a program without one of its operands, of its arguments by
+    keyword, of its elements.
+    """
     without = lambda items, i: [*items[:i], *items[i + 1 :]]
     match node:
         case ast.BoolOp(values=values):
             for i in range(len(values)):
-                yield values[1 - i] if len(values) == 2 else with_(node, values=without(values, i))
+                yield (
+                    values[1 - i]
+                    if len(values) == 2
+                    else with_(node, values=without(values, i))
+                )
         case ast.Call(keywords=keywords):
             for i, keyword in enumerate(keywords):
                 if keyword.arg is not None and keyword.arg not in ONLY_CHECKS:
                     yield with_(node, keywords=without(keywords, i))
-        case ast.Tuple(elts=items, ctx=ast.Load()) | ast.Set(elts=items) if len(items) > 1:
+        case ast.Tuple(elts=items, ctx=ast.Load()) | ast.Set(elts=items) if (
+            len(items) > 1
+        ):
             for i in range(len(items)):
                 yield with_(node, elts=without(items, i))
 
@@ -104,12 +134,34 @@ def mutants(text: str) -> list[Mutant]:
         for field, value in ast.iter_fields(parent):
             for i, node in enumerate(value if isinstance(value, list) else [value]):
                 names = {field, getattr(node, "arg", None)}
-                is_type = isinstance(node, ast.Tuple) and isinstance(parent, ast.Subscript)
-                if not isinstance(node, ast.AST) or isinstance(node, UNSEEN) or names & ONLY_CHECKS or is_type:
+                is_type = isinstance(node, ast.Tuple) and isinstance(
+                    parent, ast.Subscript
+                )
+                if (
+                    not isinstance(node, ast.AST)
+                    or isinstance(node, UNSEEN)
+                    or names & ONLY_CHECKS
+                    or is_type
+                ):
                     continue
                 for new in changes(node):
-                    setattr(parent, field, [*value[:i], new, *value[i + 1 :]] if isinstance(value, list) else new)
-                    found.append(Mutant(node.lineno, ast.unparse(node), ast.unparse(new), ast.unparse(tree)))
+                    setattr(
+                        parent,
+                        field,
+                        (
+                            [*value[:i], new, *value[i + 1 :]]
+                            if isinstance(value, list)
+                            else new
+                        ),
+                    )
+                    found.append(
+                        Mutant(
+                            node.lineno,
+                            ast.unparse(node),
+                            ast.unparse(new),
+                            ast.unparse(tree),
+                        )
+                    )
                     setattr(parent, field, value)
                 visit(node)
 
@@ -118,26 +170,60 @@ def mutants(text: str) -> list[Mutant]:
 
 
 def tests_of(file: Path) -> list[str]:
-    """Return the tests that judge a file, by paths from the root: a test of its name first."""
+    """Return the tests that judge a file, by paths from the root: a test of its name
+    first.
+    """
     folder = next(folder for folder in TESTS if file.is_relative_to(folder))
     name = f"test_{file.stem.lstrip('_')}.py"
     places = [ROOT / place for place in TESTS[folder]]
-    files = [found for place in places for found in (sorted(place.rglob("test_*.py")) if place.is_dir() else [place])]
-    files += [found for found in [ROOT / "tests" / name] if found.exists() and found not in files]
-    return [str(found.relative_to(ROOT)) for found in sorted(files, key=lambda found: found.name != name)]
+    files = [
+        found
+        for place in places
+        for found in (sorted(place.rglob("test_*.py")) if place.is_dir() else [place])
+    ]
+    files += [
+        found
+        for found in [ROOT / "tests" / name]
+        if found.exists() and found not in files
+    ]
+    return [
+        str(found.relative_to(ROOT))
+        for found in sorted(files, key=lambda found: found.name != name)
+    ]
 
 
-def run(folder: Path, tests: list[str], *options: str, limit: float | None = None) -> bool | None:
-    """Return whether tests pass in a folder, of which the first that fails ends the run; None if it ran too long."""
-    command = [sys.executable, "-B", "-m", "pytest", "-qx", "-p", "no:cacheprovider", *options, *tests]
+def run(
+    folder: Path, tests: list[str], *options: str, limit: float | None = None
+) -> bool | None:
+    """Return whether tests pass in a folder, of which the first that fails ends the
+    run; None if it ran too long.
+    """
+    command = [
+        sys.executable,
+        "-B",
+        "-m",
+        "pytest",
+        "-qx",
+        "-p",
+        "no:cacheprovider",
+        *options,
+        *tests,
+    ]
     try:
-        return subprocess.run(command, cwd=folder, timeout=limit, capture_output=True).returncode == 0
+        return (
+            subprocess.run(
+                command, cwd=folder, timeout=limit, capture_output=True
+            ).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return None
 
 
 def from_fast_to_slow(report: Path, tests: list[str]) -> list[str]:
-    """Return files of tests by the seconds that a report says they took; the first, of the mutant's name, stays so."""
+    """Return files of tests by the seconds that a report says they took; the first, of
+    the mutant's name, stays so.
+    """
     seconds = dict.fromkeys(tests, 0.0)
     for case in xml.etree.ElementTree.parse(report).iter("testcase"):
         file = case.attrib["classname"].replace(".", "/") + ".py"
@@ -145,7 +231,9 @@ def from_fast_to_slow(report: Path, tests: list[str]) -> list[str]:
     return [tests[0], *sorted(tests[1:], key=seconds.__getitem__)]
 
 
-def survivors(root: Path, file: Path, chosen: list[Mutant], tests: list[str]) -> Iterator[Mutant]:
+def survivors(
+    root: Path, file: Path, chosen: list[Mutant], tests: list[str]
+) -> Iterator[Mutant]:
     """Yield those of the mutants of a file that pass its tests.
 
     Raises:
@@ -159,8 +247,13 @@ def survivors(root: Path, file: Path, chosen: list[Mutant], tests: list[str]) ->
         shutil.copytree(root, copied, ignore=not_copied)
         start = time.monotonic()
         if not run(copied, tests, f"--junitxml={report}"):
-            raise ValueError(f"{file} does not pass its tests as it is: {' '.join(tests)}")
-        limit, tests = 60 + 3 * (time.monotonic() - start), from_fast_to_slow(report, tests)
+            raise ValueError(
+                f"{file} does not pass its tests as it is: {' '.join(tests)}"
+            )
+        limit, tests = (
+            60 + 3 * (time.monotonic() - start),
+            from_fast_to_slow(report, tests),
+        )
         for mutant in chosen:
             (copied / file).write_text(mutant.text)
             if run(copied, tests, limit=limit):

@@ -1,6 +1,8 @@
-"""Every optimizer that Optax and `optax.contrib` export, as a table to run the wrappers around.
+"""Every optimizer that Optax and `optax.contrib` export, as a table to run the wrappers
+around.
 
-`test_every_rule.py` checks that the table is complete, so that a new release of Optax fails a test and not a user.
+`test_every_rule.py` checks that the table is complete, so that a new release of Optax
+fails a test and not a user.
 """
 
 import dataclasses
@@ -30,7 +32,9 @@ class Rule:
 
 def loss(params):
     """A smooth loss of a tree of parameters, in float32."""
-    return sum(jnp.sum((p.astype(jnp.float32) - 0.5) ** 2) for p in jax.tree.leaves(params))
+    return sum(
+        jnp.sum((p.astype(jnp.float32) - 0.5) ** 2) for p in jax.tree.leaves(params)
+    )
 
 
 def _value(params, grads, loss=loss):
@@ -62,7 +66,9 @@ RULES = {
     "noisy_sgd": Rule(lambda: optax.noisy_sgd(1e-2, key=0)),
     "novograd": Rule(lambda: optax.novograd(1e-2)),
     "optimistic_adam_v2": Rule(lambda: optax.optimistic_adam_v2(1e-2)),
-    "optimistic_gradient_descent": Rule(lambda: optax.optimistic_gradient_descent(1e-2)),
+    "optimistic_gradient_descent": Rule(
+        lambda: optax.optimistic_gradient_descent(1e-2)
+    ),
     "polyak_sgd": Rule(lambda: optax.polyak_sgd(1e-2), _value),
     "radam": Rule(lambda: optax.radam(1e-2)),
     "rmsprop": Rule(lambda: optax.rmsprop(1e-2, momentum=0.9)),
@@ -79,7 +85,10 @@ RULES = {
     "contrib.dadapt_adamw": Rule(optax.contrib.dadapt_adamw),
     "contrib.dpsgd": Rule(
         # What `dpsgd` is made of: its own `seed` argument is deprecated and warns.
-        lambda: optax.chain(optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0), optax.sgd(1e-2)),
+        lambda: optax.chain(
+            optax.contrib.differentially_private_aggregate(1.0, 0.1, key=0),
+            optax.sgd(1e-2),
+        ),
         per_example=True,
     ),
     "contrib.galore": Rule(lambda: optax.contrib.galore(1e-2)),
@@ -89,18 +98,34 @@ RULES = {
     "contrib.momo_adam": Rule(optax.contrib.momo_adam, _value),
     "contrib.muon": Rule(lambda: optax.contrib.muon(1e-2)),
     "contrib.prodigy": Rule(lambda: optax.contrib.prodigy(1.0)),
-    "contrib.sam": Rule(lambda: optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-1), sync_period=2)),
-    "contrib.schedule_free": Rule(lambda: optax.contrib.schedule_free(optax.adamw(1e-2), 1e-2, b1=0.9)),
-    "contrib.schedule_free_adamw": Rule(lambda: optax.contrib.schedule_free_adamw(1e-2)),
+    "contrib.sam": Rule(
+        lambda: optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-1), sync_period=2)
+    ),
+    "contrib.schedule_free": Rule(
+        lambda: optax.contrib.schedule_free(optax.adamw(1e-2), 1e-2, b1=0.9)
+    ),
+    "contrib.schedule_free_adamw": Rule(
+        lambda: optax.contrib.schedule_free_adamw(1e-2)
+    ),
     "contrib.schedule_free_sgd": Rule(lambda: optax.contrib.schedule_free_sgd(1e-2)),
-    "contrib.simplified_ademamix": Rule(lambda: optax.contrib.simplified_ademamix(1e-3)),
-    "contrib.sophia": Rule(lambda: optax.contrib.sophia(1e-2), lambda params, grads, loss=loss: {"obj_fn": loss}),
+    "contrib.simplified_ademamix": Rule(
+        lambda: optax.contrib.simplified_ademamix(1e-3)
+    ),
+    "contrib.sophia": Rule(
+        lambda: optax.contrib.sophia(1e-2),
+        lambda params, grads, loss=loss: {"obj_fn": loss},
+    ),
 }
 
 # Cannot run, and why.
-EXCLUDED = {"optimistic_adam": "deprecated: calling it warns to use optimistic_adam_v2, which is in the table"}
+EXCLUDED = {
+    "optimistic_adam": (
+        "deprecated: calling it warns to use optimistic_adam_v2, which is in the table"
+    )
+}
 
-# What else returns a transformation: parts that the optimizers above are made of, and wrappers, which need another.
+# What else returns a transformation: parts that the optimizers above are made of, and
+# wrappers, which need another.
 PARTS = {
     "adaptive_grad_clip", "add_decayed_weights", "add_noise", "apply_every", "apply_if_finite", "centralize", "chain",
     "clip", "clip_by_block_rms", "clip_by_global_norm", "conditionally_mask", "conditionally_transform", "ema",
@@ -113,11 +138,15 @@ PARTS = {
 
 
 def exported_transformations():
-    """Names of all functions of Optax and `optax.contrib` that return a transformation, but `scale_by_*`."""
+    """Names of all functions of Optax and `optax.contrib` that return a transformation,
+    but `scale_by_*`.
+    """
     found = set()
     for module, prefix in ((optax, ""), (optax.contrib, "contrib.")):
         for name, function in vars(module).items():
-            if name.startswith(("_", "scale_by_")) or not (inspect.isfunction(function) or callable(function)):
+            if name.startswith(("_", "scale_by_")) or not (
+                inspect.isfunction(function) or callable(function)
+            ):
                 continue
             try:
                 returned = str(inspect.signature(function).return_annotation)
@@ -142,7 +171,9 @@ def gradients(rule, steps):
     rng = np.random.default_rng(1)
     examples = (4,) if rule.per_example else ()
     return {
-        "kernel": jnp.asarray(rng.normal(size=(steps, *examples, 8, 16)) * 0.1, jnp.float32),
+        "kernel": jnp.asarray(
+            rng.normal(size=(steps, *examples, 8, 16)) * 0.1, jnp.float32
+        ),
         "bias": jnp.asarray(rng.normal(size=(steps, *examples, 16)) * 0.1, jnp.float32),
     }
 
@@ -151,28 +182,45 @@ def gradients(rule, steps):
 WRITE_BACKS = {
     "full": mpx.master_weights,
     "split": lambda tx: mpx.master_weights(tx, storage="split"),
-    "split24": lambda tx: mpx.master_weights(tx, storage="split24", key=jax.random.key(3)),
+    "split24": lambda tx: mpx.master_weights(
+        tx, storage="split24", key=jax.random.key(3)
+    ),
     "Kahan": lambda tx: optax.chain(mpx.upcast(tx), mpx.kahan_summation()),
-    "stochastic": lambda tx: optax.chain(mpx.upcast(tx), mpx.stochastic_rounding(jax.random.key(1))),
+    "stochastic": lambda tx: optax.chain(
+        mpx.upcast(tx), mpx.stochastic_rounding(jax.random.key(1))
+    ),
 }
 # Fields that hold weights, or tools of the rule, and no averages.
 NO_MOMENTS = {
     "params", "params0", "x0", "z", "init_particles", "cache", "projector", "ns_coeffs", "updates", "grad",
     "weights_memory",
 }  # fmt: skip
-MIN_SIZE = 64  # what is stored in few bits; numbers that steer a rule, a handful, are not
+MIN_SIZE = (
+    64  # what is stored in few bits; numbers that steer a rule, a handful, are not
+)
 SIZES = {"w1": (16, 64), "b1": (64,), "w2": (64, 4), "b2": (4,)}
 
 
 @functools.cache
 def moment_fields(name):
-    """The fields of a rule's state that hold arrays of averages, as one pattern; None if there are none."""
-    params = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SIZES.items()}
+    """The fields of a rule's state that hold arrays of averages, as one pattern; None
+    if there are none.
+    """
+    params = {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SIZES.items()
+    }
     state = jax.eval_shape(RULES[name].make().init, params)
     fields = set()
     for path, leaf in _trees.leaves_by_path(state).items():
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        field = next((name for name in names if not name.endswith(("state", "states"))), None)
-        if field and field not in NO_MOMENTS and _trees.is_floating(leaf) and leaf.size >= MIN_SIZE:
+        field = next(
+            (name for name in names if not name.endswith(("state", "states"))), None
+        )
+        if (
+            field
+            and field not in NO_MOMENTS
+            and _trees.is_floating(leaf)
+            and leaf.size >= MIN_SIZE
+        ):
             fields.add(field)
     return "|".join(sorted(fields)) or None

@@ -1,4 +1,6 @@
-"""Check invariants 8 and 10 beside `test_every_rule.py`: means of microbatches, settings read from outside."""
+"""Check invariants 8 and 10 beside `test_every_rule.py`: means of microbatches,
+settings read from outside.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +24,17 @@ def grads(step):
 
 
 def test_the_mean_of_microbatches_reaches_the_rule_in_float32():
-    """(1 + 1.0052) / 2 = 1.0026, which bfloat16 rounds to 1; so a momentum in bfloat16 stores it."""
+    """(1 + 1.0052) / 2 = 1.0026, which bfloat16 rounds to 1; so a momentum in bfloat16
+    stores it.
+    """
     wrappers = {
         "masters": mpx.master_weights(optax.sgd(1.0)),
-        "few bits": mpx.low_precision_state(optax.sgd(1.0, momentum=0.9), {"trace": "bf16"}, min_size=1),
-        "naive": optax.sgd(1.0),  # negative control: bfloat16 gradients get a bfloat16 mean
+        "few bits": mpx.low_precision_state(
+            optax.sgd(1.0, momentum=0.9), {"trace": "bf16"}, min_size=1
+        ),
+        "naive": optax.sgd(
+            1.0
+        ),  # negative control: bfloat16 gradients get a bfloat16 mean
     }
     found = {}
     for name, tx in wrappers.items():
@@ -34,7 +42,11 @@ def test_the_mean_of_microbatches_reaches_the_rule_in_float32():
         start = jnp.zeros(1, jnp.float32 if name == "few bits" else jnp.bfloat16)
         state = tx.init(start)
         for slope in (1.0, 1.0052):
-            updates, state = tx.update(jnp.full(1, slope, jnp.bfloat16 if name == "naive" else None), state, start)
+            updates, state = tx.update(
+                jnp.full(1, slope, jnp.bfloat16 if name == "naive" else None),
+                state,
+                start,
+            )
         found[name] = updates, state
     assert found["masters"][1].inner_opt_state.master[0] == -np.float32(1.0026)
     assert found["few bits"][0][0] == -np.float32(1.0026)
@@ -43,7 +55,9 @@ def test_the_mean_of_microbatches_reaches_the_rule_in_float32():
 
 
 def test_the_learning_rate_and_the_scale_can_be_read_and_set_from_outside():
-    """Store all that can be stored in few bits: what was injected keeps its float32 value."""
+    """Store all that can be stored in few bits: what was injected keeps its float32
+    value.
+    """
     rule = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, b2=0.999)
     rule = mpx.low_precision_state(rule, {".*": "bf16"}, min_size=1)
     tx = mpx.loss_scaling(mpx.master_weights(rule, storage="split"))
@@ -52,7 +66,8 @@ def test_the_learning_rate_and_the_scale_can_be_read_and_set_from_outside():
     assert optax.tree.get(state, "learning_rate") == np.float32(1e-3)
     assert optax.tree.get(state, "b2") == np.float32(0.999)
     assert optax.tree.get(state, "loss_scale") == 2.0**15
-    # One at a time: in one call Optax sets the outer one and does not look inside what it replaced.
+    # One at a time: in one call Optax sets the outer one and does not look inside what
+    # it replaced.
     state = optax.tree.set(state, learning_rate=jnp.float32(0.0))
     state = optax.tree.set(state, loss_scale=jnp.float32(2.0**4))
     assert float(mpx.get_loss_scale(state).loss_scale) == 16

@@ -1,4 +1,6 @@
-"""Check the facts about primitives, and that values are followed through programs of every form."""
+"""Check the facts about primitives, and that values are followed through programs of
+every form.
+"""
 
 import gc
 
@@ -20,9 +22,13 @@ X = {
 
 
 def applied(name):
-    """Yield the function of `jax.lax` of this name, with operands of the first kind of numbers that it takes."""
+    """Yield the function of `jax.lax` of this name, with operands of the first kind of
+    numbers that it takes.
+    """
     function = getattr(lax, name.removesuffix("_p"), None)
-    if name == "polynomial" and function:  # of jax 0.12, which takes a sequence of coefficients
+    if (
+        name == "polynomial" and function
+    ):  # of jax 0.12, which takes a sequence of coefficients
         function = lambda x, a: lax.polynomial(x, [a, a])
     count = {"clamp": 3, "select_n": 3}.get(name, 1)
     for x in X.values():
@@ -36,7 +42,8 @@ def applied(name):
     return None
 
 
-# Newer releases of jax, TPUs and kernels have these. All others are primitives of the oldest release.
+# Newer releases of jax, TPUs and kernels have these. All others are primitives of the
+# oldest release.
 ELSEWHERE = {
     "broadcast_to",
     "one_minus_square",
@@ -51,7 +58,10 @@ ELSEWHERE = {
 
 @pytest.mark.skipif(
     not jax.__version__.startswith("0.10."),
-    reason="newer releases may rename primitives; a list of names for each release would lift it",
+    reason=(
+        "newer releases may rename primitives; a list of names for each release would"
+        " lift it"
+    ),
 )
 def test_every_name_is_that_of_a_primitive():
     """A misspelled name would say nothing; and each primitive stands in one row."""
@@ -65,8 +75,14 @@ def test_an_elementwise_function_of_a_part_is_the_part_of_the_function():
     elementwise = [name for name, facts in PRIMITIVES.items() if facts.elementwise]
     checked = {name: found for name in elementwise if (found := applied(name))}
     assert len(checked) >= 60
-    run = jax.jit(lambda given: {name: checked[name][0](*operands) for name, operands in given.items()})
-    of = lambda which: {name: [x[which] for x in operands] for name, (_, operands) in checked.items()}
+    run = jax.jit(
+        lambda given: {
+            name: checked[name][0](*operands) for name, operands in given.items()
+        }
+    )
+    of = lambda which: {
+        name: [x[which] for x in operands] for name, (_, operands) in checked.items()
+    }
     wholes, parts = run(of(slice(None))), run(of(slice(2, 5)))
     for name in checked:
         whole, part = (jax.tree.leaves(results[name])[0] for results in (wholes, parts))
@@ -77,8 +93,18 @@ def test_an_elementwise_function_of_a_part_is_the_part_of_the_function():
 
 def test_an_element_is_moved_unchanged():
     """Distinct integers in, the same integers out."""
-    functions = (lambda x: x.reshape(2, 4), lambda x: x[::-1], lambda x: x[jnp.array([3, 3])], lambda x: jnp.tile(x, 2))
+    functions = (
+        lambda x: x.reshape(2, 4),
+        lambda x: x[::-1],
+        lambda x: x[jnp.array([3, 3])],
+        lambda x: jnp.tile(x, 2),
+    )
     for function in functions:
-        names = {eqn.primitive.name for eqn in jax.make_jaxpr(function)(jnp.arange(8)).eqns}
-        assert {PRIMITIVES[name].moves for name in names & PRIMITIVES.keys()} & {"same", "moved"}
+        names = {
+            eqn.primitive.name for eqn in jax.make_jaxpr(function)(jnp.arange(8)).eqns
+        }
+        assert {PRIMITIVES[name].moves for name in names & PRIMITIVES.keys()} & {
+            "same",
+            "moved",
+        }
         assert set(np.ravel(function(jnp.arange(8))).tolist()) <= set(range(8))

@@ -1,4 +1,6 @@
-"""Check `mixed_precision` and `any_precision_adamw` against the wrappers and the published algorithm."""
+"""Check `mixed_precision` and `any_precision_adamw` against the wrappers and the
+published algorithm.
+"""
 
 import equinox as eqx
 import jax
@@ -17,7 +19,9 @@ RULE = optax.adamw(1e-2)
 
 
 def state_types(policy, params_dtype, **options):
-    state = mpx.mixed_precision(RULE, policy, **options).init({"w": jnp.ones(3, params_dtype)})
+    state = mpx.mixed_precision(RULE, policy, **options).init(
+        {"w": jnp.ones(3, params_dtype)}
+    )
     names = []
     while hasattr(state, "inner_state"):
         names.append(type(state).__name__)
@@ -33,11 +37,21 @@ def state_types(policy, params_dtype, **options):
         ("params=bf16,compute=bf16,output=f32", jnp.bfloat16, ["MasterWeightsState"]),
         ("params=f32,compute=f16,output=f32", jnp.float32, ["LossScalingState"]),
         ("f16", jnp.float16, ["LossScalingState", "MasterWeightsState"]),
-        ("params=bf16,compute=f16", jnp.bfloat16, ["LossScalingState", "MasterWeightsState"]),
-        ("params=f16,compute=f32,output=f32", jnp.float16, ["LossScalingState", "MasterWeightsState"]),
+        (
+            "params=bf16,compute=f16",
+            jnp.bfloat16,
+            ["LossScalingState", "MasterWeightsState"],
+        ),
+        (
+            "params=f16,compute=f32,output=f32",
+            jnp.float16,
+            ["LossScalingState", "MasterWeightsState"],
+        ),
     ],
 )
-def test_masters_and_loss_scaling_are_added_where_they_are_needed_only(policy, params_dtype, expected):
+def test_masters_and_loss_scaling_are_added_where_they_are_needed_only(
+    policy, params_dtype, expected
+):
     assert state_types(policy, params_dtype) == expected
 
 
@@ -49,70 +63,116 @@ def test_masters_and_loss_scaling_are_added_where_they_are_needed_only(policy, p
         ("f16", {}, np.float32),  # the bits that float16 lacks do not fit into 16
     ],
 )
-def test_masters_of_bfloat16_parameters_are_split_unless_full_ones_are_asked_for(dtype, options, stored):
+def test_masters_of_bfloat16_parameters_are_split_unless_full_ones_are_asked_for(
+    dtype, options, stored
+):
     params = {"w": jnp.ones(3, mpx.get_policy(dtype).param_dtype)}
-    state = mpx.mixed_precision(RULE, f"params={dtype},compute=bf16,output=f32", **options)
+    state = mpx.mixed_precision(
+        RULE, f"params={dtype},compute=bf16,output=f32", **options
+    )
     master = optax.tree.get(state.init(params), "master")
     assert master["w"].dtype == stored
 
 
-NARROW = [name for name, recipe in mpx.recipes().recipes.items() if mpx.get_policy(name).param_dtype != np.float32]
+NARROW = [
+    name
+    for name, recipe in mpx.recipes().recipes.items()
+    if mpx.get_policy(name).param_dtype != np.float32
+]
 
 
-@pytest.mark.parametrize("recipe", cases(NARROW, ["bf16-split-8bit", "bf16-stochastic"]))
-def test_a_model_of_nnx_whose_copies_were_cast_by_a_jitted_init_is_refused_at_its_first_update(recipe):
+@pytest.mark.parametrize(
+    "recipe", cases(NARROW, ["bf16-split-8bit", "bf16-stochastic"])
+)
+def test_a_model_of_nnx_whose_copies_were_cast_by_a_jitted_init_is_refused_at_its_first_update(
+    recipe,
+):
     """`nnx.jit` hands casts back to the model."""
     tx = mpx.mixed_precision(RULE, recipe, key=jax.random.key(0))
     model = nnx.Linear(128, 64, rngs=nnx.Rngs(0))
     params = nnx.state(model, nnx.Param)
     state = jax.jit(tx.init)(params)
-    with pytest.raises(ValueError, match=r"`mixed_precision`: .*`jax.jit\(tx.init\)` casts copies.*`nnx.jit`"):
+    with pytest.raises(
+        ValueError,
+        match=r"`mixed_precision`: .*`jax.jit\(tx.init\)` casts copies.*`nnx.jit`",
+    ):
         tx.update(params, state, params)
     nnx.jit(lambda model: tx.init(nnx.state(model, nnx.Param)))(model)
     assert model.kernel[...].dtype == mpx.get_policy(recipe).param_dtype
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["", "zero1"])
-@pytest.mark.parametrize("recipe", cases(mpx.recipes().recipes, ["bf16-split24-4bit", "bf16-kahan", "f16-scaled"]))
-def test_a_trainer_that_gives_update_the_whole_module_gets_the_bits_of_one_that_gives_its_arrays(recipe, sharded):
+@pytest.mark.parametrize(
+    "recipe",
+    cases(mpx.recipes().recipes, ["bf16-split24-4bit", "bf16-kahan", "f16-scaled"]),
+)
+def test_a_trainer_that_gives_update_the_whole_module_gets_the_bits_of_one_that_gives_its_arrays(
+    recipe, sharded
+):
     key = jax.random.key(0) if mpx.recipes().recipes[recipe].rounds_at_random else None
     tx = mpx.mixed_precision(RULE, recipe, key=key)
     tx = mpx.zero1(tx, eight_cpu_devices()) if sharded else tx
-    model = mpx.get_policy(recipe).cast_to_param(eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(1)))
+    model = mpx.get_policy(recipe).cast_to_param(
+        eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(1))
+    )
     assert not eqx.is_array(model.activation)
     assert any(not eqx.is_array(leaf) for leaf in jax.tree.leaves(model))
     params = eqx.filter(model, eqx.is_array)
     state = tx.init(params)
-    scaled_loss = lambda model, x: mpx.get_loss_scale(state).scale(jnp.mean(model(x).astype(jnp.float32) ** 2))
-    grads = eqx.filter_grad(scaled_loss)(model, jnp.ones(64, model.layers[0].weight.dtype))
-    assert_same_bits(*(eqx.filter_jit(tx.update)(grads, state, given) for given in (model, params)))
+    scaled_loss = lambda model, x: mpx.get_loss_scale(state).scale(
+        jnp.mean(model(x).astype(jnp.float32) ** 2)
+    )
+    grads = eqx.filter_grad(scaled_loss)(
+        model, jnp.ones(64, model.layers[0].weight.dtype)
+    )
+    assert_same_bits(
+        *(eqx.filter_jit(tx.update)(grads, state, given) for given in (model, params))
+    )
 
 
-@pytest.mark.parametrize("policy", ["bf16-masters", "params=f16,compute=f16,output=f32"])
-def test_updates_in_param_dtype_have_the_dtypes_of_parameters_in_a_skipped_step_too(policy):
+@pytest.mark.parametrize(
+    "policy", ["bf16-masters", "params=f16,compute=f16,output=f32"]
+)
+def test_updates_in_param_dtype_have_the_dtypes_of_parameters_in_a_skipped_step_too(
+    policy,
+):
     options = {} if policy == "bf16-masters" else {"storage": "full"}
     tx = mpx.mixed_precision(RULE, policy, updates_in_param_dtype=True, **options)
     params = {"w": jnp.ones(3, mpx.get_policy(policy).param_dtype)}
     state = tx.init(params)
     for gradient in (1.0, jnp.inf):
-        updates, state = tx.update({"w": jnp.full(3, gradient, jnp.float32)}, state, params)
+        updates, state = tx.update(
+            {"w": jnp.full(3, gradient, jnp.float32)}, state, params
+        )
         assert updates["w"].dtype == params["w"].dtype
-    wide, _ = mpx.mixed_precision(RULE, policy, **options).update(params, tx.init(params), params)
+    wide, _ = mpx.mixed_precision(RULE, policy, **options).update(
+        params, tx.init(params), params
+    )
     assert wide["w"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("policy", ["bf16-split", "bf16-kahan", "bf16-autocast", "params=bf16,compute=bf16"])
+@pytest.mark.parametrize(
+    "policy", ["bf16-split", "bf16-kahan", "bf16-autocast", "params=bf16,compute=bf16"]
+)
 def test_updates_in_param_dtype_need_full_masters(policy):
     with pytest.raises(
-        ValueError, match=r"`updates_in_param_dtype` needs full masters.*Take the recipe 'bf16-masters'"
+        ValueError,
+        match=(
+            r"`updates_in_param_dtype` needs full masters.*Take the recipe"
+            r" 'bf16-masters'"
+        ),
     ):
         mpx.mixed_precision(RULE, policy, updates_in_param_dtype=True)
 
 
-def kahan_adamw_in_numpy(grads, p, steps, rate=1e-2, b1=0.9, b2=0.999, eps=1e-8, decay=0.1):
-    """Follow the published algorithm: bfloat16 parameters, moments and compensation, everything between in float64.
+def kahan_adamw_in_numpy(
+    grads, p, steps, rate=1e-2, b1=0.9, b2=0.999, eps=1e-8, decay=0.1
+):
+    """Follow the published algorithm: bfloat16 parameters, moments and compensation,
+    everything between in float64.
 
-    The decay is subtracted with the update, where torchdistx multiplies the bfloat16 parameter by `1 - rate * decay`.
+    The decay is subtracted with the update, where torchdistx multiplies the bfloat16
+    parameter by `1 - rate * decay`.
     """
     narrow = lambda x: np.asarray(x, np.float32).astype(jnp.bfloat16)
     wide = lambda x: x.astype(np.float64)
@@ -137,36 +197,51 @@ def trained(tx, p, grads):
     return p, state
 
 
-@pytest.mark.parametrize(("rate", "dtype"), [(1e-2, jnp.float32), (optax.linear_schedule(1e-2, 0.0, 10), jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("rate", "dtype"),
+    [(1e-2, jnp.float32), (optax.linear_schedule(1e-2, 0.0, 10), jnp.bfloat16)],
+)
 def test_any_precision_adamw_with_float32_everywhere_is_adamw_to_the_bit(rate, dtype):
-    ours = mpx.any_precision_adamw(rate, 0.8, 0.99, 1e-6, 0.1, variance_dtype=jnp.float32)
+    ours = mpx.any_precision_adamw(
+        rate, 0.8, 0.99, 1e-6, 0.1, variance_dtype=jnp.float32
+    )
     theirs = optax.adamw(rate, 0.8, 0.99, 1e-6, weight_decay=0.1)
     p = jnp.linspace(-1, 1, 100, dtype=jnp.float32).astype(dtype)
     grads = [jnp.sin(jnp.arange(100.0, dtype=jnp.float32) + i) for i in range(3)]
-    (ours, state), (theirs, expected) = (trained(tx, p, grads) for tx in (ours, mpx.upcast(theirs)))
+    (ours, state), (theirs, expected) = (
+        trained(tx, p, grads) for tx in (ours, mpx.upcast(theirs))
+    )
     assert_same_bits((ours, state.inner_state), (theirs, expected))
 
 
 def test_any_precision_adamw_follows_the_published_algorithm_in_bfloat16_with_kahan_summation():
-    """float32 and float64 round a few sums to two sides of a tie; the others have the same bits after 50 steps."""
+    """float32 and float64 round a few sums to two sides of a tie; the others have the
+    same bits after 50 steps.
+    """
     rng = np.random.default_rng(0)
     p = jnp.asarray(rng.normal(size=5000), jnp.bfloat16)
     grads = [jnp.asarray(rng.normal(size=5000) + 1, jnp.float32) for _ in range(50)]
     options = {"weight_decay": 0.1, "momentum_dtype": jnp.bfloat16}
-    now, state = trained(mpx.any_precision_adamw(1e-2, use_kahan_summation=True, **options), p, grads)
+    now, state = trained(
+        mpx.any_precision_adamw(1e-2, use_kahan_summation=True, **options), p, grads
+    )
     expected, compensation, mu, nu = kahan_adamw_in_numpy(grads, np.asarray(p), 50)
     moments = [optax.tree.get(state, name) for name in ("mu", "nu")]
     for ours, theirs in zip([now, *moments], [expected, mu, nu], strict=True):
         assert (np.asarray(ours) == theirs).mean() > 0.99
     best = np.asarray(mpx.master_params(now, state), np.float64)
-    np.testing.assert_allclose(best, expected.astype(np.float64) + compensation.astype(np.float64), atol=1e-4)
+    np.testing.assert_allclose(
+        best, expected.astype(np.float64) + compensation.astype(np.float64), atol=1e-4
+    )
     # Negative control: without the compensation most parameters end elsewhere.
     without, _ = trained(mpx.any_precision_adamw(1e-2, **options), p, grads)
     assert (np.asarray(without) != expected).mean() > 0.5
 
 
 def test_any_precision_adamw_has_the_defaults_of_torchdistx():
-    """lr 1e-3, betas 0.9 and 0.999, eps 1e-8, no decay, no Kahan summation, float32 momentum, bfloat16 variance."""
+    """lr 1e-3, betas 0.9 and 0.999, eps 1e-8, no decay, no Kahan summation, float32
+    momentum, bfloat16 variance.
+    """
     p = jnp.ones(3, jnp.bfloat16)
     state = mpx.any_precision_adamw().init(p)
     assert optax.tree.get(state, "mu").dtype == np.float32

@@ -1,4 +1,6 @@
-"""The tool that changes mpx to judge its tests: which mutants it makes, and which it says survive."""
+"""The tool that changes mpx to judge its tests: which mutants it makes, and which it
+says survive.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,10 @@ def is_small(x: int, limit: int | None = 3) -> bool:
 
 
 def test_mutants_change_operators_and_constants_but_no_types_and_no_words():
-    found = {(mutant.line, mutant.before, mutant.after) for mutant in mutants.mutants(PROGRAM)}
+    found = {
+        (mutant.line, mutant.before, mutant.after)
+        for mutant in mutants.mutants(PROGRAM)
+    }
     both = "limit is not None and x < 0"
     assert found == {
         (2, "3", "4"),
@@ -29,21 +34,38 @@ def test_mutants_change_operators_and_constants_but_no_types_and_no_words():
 
 
 def test_arguments_by_keyword_elements_and_operands_are_left_out():
-    found = {mutant.after for mutant in mutants.mutants("f(x, y=None, strict=True) or not any(a in (b, c) for a in z)")}
+    found = {
+        mutant.after
+        for mutant in mutants.mutants(
+            "f(x, y=None, strict=True) or not any(a in (b, c) for a in z)"
+        )
+    }
     assert {"f(x, strict=True)", "(c,)", "(b,)", "all", "a not in (b, c)"} <= found
-    assert not any("strict=False" in after or after == "f(x, y=None)" for after in found)
+    assert not any(
+        "strict=False" in after or after == "f(x, y=None)" for after in found
+    )
 
 
 def test_what_no_test_sees_survives(tmp_path):
-    """Of a file whose test does not look at the border itself; another test of it would kill both."""
+    """Of a file whose test does not look at the border itself; another test of it would
+    kill both.
+    """
     for folder in ("mpx", "tests"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "mpx" / "small.py").write_text("def is_small(x):\n    return x < 3\n")
-    test = "from mpx.small import is_small\n\n\ndef test_it():\n    assert is_small(2) and not is_small(4)\n"
+    test = (
+        "from mpx.small import is_small\n\n\ndef test_it():\n    assert is_small(2) and"
+        " not is_small(4)\n"
+    )
     (tmp_path / "tests" / "test_small.py").write_text(test)
     file = tmp_path / "mpx" / "small.py"
     every = mutants.mutants(file.read_text())
-    lived = mutants.survivors(tmp_path, Path("mpx/small.py"), every, ["tests/test_small.py"])
-    assert [(mutant.before, mutant.after) for mutant in lived] == [("x < 3", "x <= 3"), ("3", "4")]
+    lived = mutants.survivors(
+        tmp_path, Path("mpx/small.py"), every, ["tests/test_small.py"]
+    )
+    assert [(mutant.before, mutant.after) for mutant in lived] == [
+        ("x < 3", "x <= 3"),
+        ("3", "4"),
+    ]
     assert mutants.mutants(file.read_text()) == every

@@ -1,4 +1,6 @@
-"""Check the notebooks: CI runs each from a clean kernel, and they are committed with their outputs."""
+"""Check the notebooks: CI runs each from a clean kernel, and they are committed with
+their outputs.
+"""
 
 import ast
 import itertools
@@ -29,20 +31,28 @@ def pictures_of(cell):
 
 
 # Trainings of a tenth of their steps run the same code.
-SHORTER = {"STEPS, TOGETHER = 3000": "STEPS, TOGETHER = 300", "steps=1200": "steps=120", "600, 64)": "100, 64)"}
+SHORTER = {
+    "STEPS, TOGETHER = 3000": "STEPS, TOGETHER = 300",
+    "steps=1200": "steps=120",
+    "600, 64)": "100, 64)",
+}
 SHORTER |= {"arange(20, 601, 20)": "arange(20, 101, 20)"}
 
 
 @pytest.mark.slow
 @every_notebook
 @pytest.mark.filterwarnings("default")  # what Jupyter's own packages warn of
-def test_a_notebook_runs_from_a_clean_kernel_and_shows_as_many_pictures_as_are_saved(path):
+def test_a_notebook_runs_from_a_clean_kernel_and_shows_as_many_pictures_as_are_saved(
+    path,
+):
     notebook = nbformat.read(path, as_version=4)
     for cell, (long, short) in itertools.product(code_cells(notebook), SHORTER.items()):
         cell.source = cell.source.replace(long, short)
     saved = [len(pictures_of(cell)) for cell in code_cells(notebook)]
     where = {"metadata": {"path": path.parent}}
-    NotebookClient(notebook, timeout=180, kernel_name="python3", resources=where).execute()
+    NotebookClient(
+        notebook, timeout=180, kernel_name="python3", resources=where
+    ).execute()
     assert [len(pictures_of(cell)) for cell in code_cells(notebook)] == saved
 
 
@@ -52,7 +62,11 @@ def test_a_notebook_is_saved_with_its_outputs_and_names_what_exists(path):
     assert any(cell.outputs for cell in cells)
     assert all(cell.execution_count for cell in cells)
     code = "\n".join(cell.source for cell in cells)
-    attributes = {ast.unparse(node) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
+    attributes = {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Attribute)
+    }
     names = [name for name in attributes if re.fullmatch(r"mpx(\.\w+)+", name)]
     assert names
     for name in names:

@@ -1,4 +1,6 @@
-"""Smoke tests of the command for the day a GPU is there. Sizes are tiny, and what needs a GPU is made up."""
+"""Smoke tests of the command for the day a GPU is there. Sizes are tiny, and what needs
+a GPU is made up.
+"""
 
 import json
 import math
@@ -12,7 +14,12 @@ from benchmarks.on_gpu_units import SIZES, all_units
 pytestmark = pytest.mark.optax_promotion
 
 DEVICE = dict.fromkeys(("jaxlib", "flax", "optax", "numpy", "mpx"), "1.0")
-DEVICE |= {"device": "NVIDIA H200", "driver": "580", "jax": "0.11.2", "date": "2026-11-22 12:00"}
+DEVICE |= {
+    "device": "NVIDIA H200",
+    "driver": "580",
+    "jax": "0.11.2",
+    "date": "2026-11-22 12:00",
+}
 DEVICE |= {"backend": "gpu", "FLOP/s": 8e14}
 
 
@@ -29,7 +36,9 @@ def measure(folder, units, run=run):
 
 def measured(folder, *names):
     """Measure units in this process, at the smallest size, and return the report."""
-    call = lambda function, arguments, *, timeout: json.loads(json.dumps(workers.call(function, arguments)))
+    call = lambda function, arguments, *, timeout: json.loads(
+        json.dumps(workers.call(function, arguments))
+    )
     units = {unit.name: unit for unit in all_units(SIZES["smallest"])}
     with jax.numpy_rank_promotion("allow"):  # as in a process of its own
         measure(folder, [units[name] for name in names], run=call)
@@ -39,6 +48,9 @@ def measured(folder, *names):
 def test_an_optimizer_step_is_measured_and_reported(tmp_path):
     printed = measured(tmp_path, "optimizer: one, f32", "optimizer: one, full")
     assert "one: 1 tensor, 262,144 parameters" in printed
-    assert "| recipe | by hand, ms | mpx, ms | mpx / by hand | 95% | target | moved by hand, mpx, GB |" in printed
+    assert (
+        "| recipe | by hand, ms | mpx, ms | mpx / by hand | 95% | target | moved by"
+        " hand, mpx, GB |" in printed
+    )
     assert "at most 1.03: " in printed
     assert "Nothing differs." in printed

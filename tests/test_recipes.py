@@ -1,4 +1,6 @@
-"""Check that a recipe's name stands wherever a policy does, and means what the table says."""
+"""Check that a recipe's name stands wherever a policy does, and means what the table
+says.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,9 @@ EIGHT = {"mu|nu": mpx.Blockwise8bit()}
 FOUR = {"mu": mpx.Blockwise4bit(), "nu": mpx.Blockwise8bit()}
 BY_HAND = {
     "bf16-split": lambda rule: mpx.master_weights(rule, "split"),
-    "bf16-split-8bit": lambda rule: mpx.master_weights(mpx.low_precision_state(rule, EIGHT), "split"),
+    "bf16-split-8bit": lambda rule: mpx.master_weights(
+        mpx.low_precision_state(rule, EIGHT), "split"
+    ),
     "bf16-split24-8bit": lambda rule: mpx.master_weights(
         mpx.low_precision_state(rule, EIGHT), "split24", key=FOR_MASTERS
     ),
@@ -28,9 +32,12 @@ BY_HAND = {
         mpx.low_precision_state(rule, FOUR, key=FOR_MOMENTS), "split24", key=FOR_MASTERS
     ),
     "bf16-kahan": lambda rule: optax.chain(
-        mpx.low_precision_state(rule, {"mu|nu": "bf16"}, min_size=0), mpx.kahan_summation()
+        mpx.low_precision_state(rule, {"mu|nu": "bf16"}, min_size=0),
+        mpx.kahan_summation(),
     ),
-    "bf16-stochastic": lambda rule: optax.chain(mpx.upcast(rule), mpx.stochastic_rounding(FOR_MASTERS)),
+    "bf16-stochastic": lambda rule: optax.chain(
+        mpx.upcast(rule), mpx.stochastic_rounding(FOR_MASTERS)
+    ),
     "bf16-masters": lambda rule: mpx.master_weights(rule, "full"),
     "bf16-autocast": lambda rule: rule,
     "f16-scaled": mpx.loss_scaling,
@@ -47,14 +54,28 @@ def test_every_recipe_is_written_out_here():
     assert list(BY_HAND) == list(RECIPES) == list(mpx.recipes().recipes)
 
 
-@pytest.mark.parametrize("name", cases(RECIPES, {"bf16-split24-4bit", "bf16-kahan", "bf16-stochastic", "f16-scaled"}))
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        RECIPES, {"bf16-split24-4bit", "bf16-kahan", "bf16-stochastic", "f16-scaled"}
+    ),
+)
 def test_a_recipe_is_what_one_would_write_by_hand(name):
-    params = mpx.get_policy(name).cast_to_param({"w": jnp.ones((64, 64), jnp.float32), "b": jnp.ones(3, jnp.float32)})
+    params = mpx.get_policy(name).cast_to_param(
+        {"w": jnp.ones((64, 64), jnp.float32), "b": jnp.ones(3, jnp.float32)}
+    )
     runs = []
-    for tx in (mpx.mixed_precision(optax.adamw(1e-2), name, **key_of(name)), BY_HAND[name](optax.adamw(1e-2))):
+    for tx in (
+        mpx.mixed_precision(optax.adamw(1e-2), name, **key_of(name)),
+        BY_HAND[name](optax.adamw(1e-2)),
+    ):
         now, state, step = params, tx.init(params), jax.jit(stepper(tx))
         for i in range(3):
-            now, state = step(now, state, jax.tree.map(lambda p, i=i: jnp.full_like(p, 2.0**-i), params))
+            now, state = step(
+                now,
+                state,
+                jax.tree.map(lambda p, i=i: jnp.full_like(p, 2.0**-i), params),
+            )
         runs.append((now, state))
     assert_same_bits(*runs)
 
@@ -64,9 +85,16 @@ def test_the_policy_of_a_recipe_reads_back_from_its_string_and_carries_the_recip
     policy = mpx.get_policy(name)
     assert mpx.get_policy(str(policy)) == policy
     assert str(policy) == policy.recipe == name
-    made = [mpx.mixed_precision(optax.adamw(1e-2), given, **key_of(name)) for given in (name, policy)]
-    params = jax.eval_shape(policy.cast_to_param, {"w": jnp.ones((64, 64), jnp.float32)})
-    assert len({jax.tree.structure(jax.eval_shape(tx.init, params)) for tx in made}) == 1
+    made = [
+        mpx.mixed_precision(optax.adamw(1e-2), given, **key_of(name))
+        for given in (name, policy)
+    ]
+    params = jax.eval_shape(
+        policy.cast_to_param, {"w": jnp.ones((64, 64), jnp.float32)}
+    )
+    assert (
+        len({jax.tree.structure(jax.eval_shape(tx.init, params)) for tx in made}) == 1
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -81,13 +109,26 @@ def test_autocast_computes_in_the_dtype_of_a_recipe(name):
     x = jnp.ones((32, 32), jnp.float32)
     of_any_size = "fp8,compute=fp8(min_extent=0)" if name == "fp8" else name
     (found,) = contractions(mpx.autocast(jnp.matmul, of_any_size), x, x)
-    assert found.lhs == {"f16-scaled": "float16", "f32": "float32", "fp8": "float8_e4m3fn"}.get(name, "bfloat16")
+    assert found.lhs == {
+        "f16-scaled": "float16",
+        "f32": "float32",
+        "fp8": "float8_e4m3fn",
+    }.get(name, "bfloat16")
 
 
 def test_overrides_and_the_dtype_of_sums_stand_behind_the_name_of_a_recipe():
-    policy = mpx.get_policy("bf16-split-8bit,reduce=bf16,'norm'=f32", overrides=(("head", "f32"),))
-    assert (policy.recipe, policy.reduce_dtype, policy.param_dtype) == ("bf16-split-8bit", jnp.bfloat16, jnp.bfloat16)
-    assert policy.overrides == (("norm", np.dtype("float32")), ("head", np.dtype("float32")))
+    policy = mpx.get_policy(
+        "bf16-split-8bit,reduce=bf16,'norm'=f32", overrides=(("head", "f32"),)
+    )
+    assert (policy.recipe, policy.reduce_dtype, policy.param_dtype) == (
+        "bf16-split-8bit",
+        jnp.bfloat16,
+        jnp.bfloat16,
+    )
+    assert policy.overrides == (
+        ("norm", np.dtype("float32")),
+        ("head", np.dtype("float32")),
+    )
     assert mpx.get_policy(str(policy)) == policy
     assert mpx.get_policy("fp8,compute=bf16").fp8 is None
 
@@ -99,28 +140,57 @@ def test_a_recipe_within_float32_parameters_keeps_masters_of_what_an_override_st
 
 
 def test_a_layer_called_like_a_moment_makes_nothing_else_a_moment():
-    params = {"mu": jnp.ones((64, 80), jnp.bfloat16), "w": jnp.ones((64, 80), jnp.bfloat16)}
+    params = {
+        "mu": jnp.ones((64, 80), jnp.bfloat16),
+        "w": jnp.ones((64, 80), jnp.bfloat16),
+    }
     tx = mpx.mixed_precision(optax.MultiSteps(optax.adamw(1e-2), 4), "bf16-split-8bit")
     state = tx.init(params)
-    assert {x.dtype.name for x in jax.tree.leaves(optax.tree.get(state, "acc_grads"))} == {"float32"}
-    assert {x.codes.dtype.name for x in optax.tree.get(state, "nu").values()} == {"uint8"}
+    assert {
+        x.dtype.name for x in jax.tree.leaves(optax.tree.get(state, "acc_grads"))
+    } == {"float32"}
+    assert {x.codes.dtype.name for x in optax.tree.get(state, "nu").values()} == {
+        "uint8"
+    }
 
 
 REFUSED = [
     (lambda: mpx.get_policy("bf16-spilt"), "Did you mean 'bf16-split'"),
     (lambda: mpx.autocast(jnp.sum, "bf16-spilt"), "Did you mean 'bf16-split'"),
-    (lambda: mpx.mixed_precision(optax.sgd(1.0), "bf-16"), "Is it to be a recipe|is it to be a recipe"),
-    (lambda: mpx.compare_plans(1000, recipes=["bf16-spilt"]), "Did you mean 'bf16-split'"),
-    (lambda: mpx.get_policy("bf16-split,params=f32"), "'bf16-split' stores parameters in bfloat16, but got"),
-    (lambda: mpx.Policy("f32", "f32", "f32", recipe="mine"), "there is no recipe 'mine'. The recipes are bf16-split"),
-    (lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split24-8bit"), "rounds at random and needs a PRNG key"),
-    (lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split", storage="full"), "says how weights are kept"),
     (
-        lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split-8bit").init({"w": jnp.ones(2, jnp.bfloat16)}),
+        lambda: mpx.mixed_precision(optax.sgd(1.0), "bf-16"),
+        "Is it to be a recipe|is it to be a recipe",
+    ),
+    (
+        lambda: mpx.compare_plans(1000, recipes=["bf16-spilt"]),
+        "Did you mean 'bf16-split'",
+    ),
+    (
+        lambda: mpx.get_policy("bf16-split,params=f32"),
+        "'bf16-split' stores parameters in bfloat16, but got",
+    ),
+    (
+        lambda: mpx.Policy("f32", "f32", "f32", recipe="mine"),
+        "there is no recipe 'mine'. The recipes are bf16-split",
+    ),
+    (
+        lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split24-8bit"),
+        "rounds at random and needs a PRNG key",
+    ),
+    (
+        lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split", storage="full"),
+        "says how weights are kept",
+    ),
+    (
+        lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split-8bit").init(
+            {"w": jnp.ones(2, jnp.bfloat16)}
+        ),
         "keeps the rule's moments in fewer bits, but the rule has no field called mu",
     ),
     (
-        lambda: mpx.mixed_precision(optax.adamw(1.0), "bf16-kahan").init({"w": jnp.ones(2, jnp.float32)}),
+        lambda: mpx.mixed_precision(optax.adamw(1.0), "bf16-kahan").init(
+            {"w": jnp.ones(2, jnp.float32)}
+        ),
         "stores parameters below float32, but all of those given are float32",
     ),
 ]
@@ -132,18 +202,32 @@ def test_what_a_recipe_cannot_do_is_refused_in_words(call, text):
         call()
 
 
-@pytest.mark.parametrize("params", [{}, {"gain": jnp.ones((), jnp.bfloat16)}], ids=["no parameters", "a number"])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"gain": jnp.ones((), jnp.bfloat16)}],
+    ids=["no parameters", "a number"],
+)
 @pytest.mark.parametrize("recipe", ["bf16-kahan", "bf16-split-8bit"])
-def test_a_recipe_of_low_precision_moments_takes_parameters_that_have_none_to_store(recipe, params):
-    """As a group of `optax.partition` may. That the rule has moments is seen where there is an array."""
+def test_a_recipe_of_low_precision_moments_takes_parameters_that_have_none_to_store(
+    recipe, params
+):
+    """As a group of `optax.partition` may. That the rule has moments is seen where
+    there is an array.
+    """
     state = mpx.mixed_precision(optax.adamw(1e-3), recipe).init(params)
-    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} <= {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} <= {
+        jnp.dtype("float32")
+    }
     with pytest.raises(ValueError, match="has no field called mu"):
-        mpx.mixed_precision(optax.sgd(1e-3), recipe).init(params | {"w": jnp.ones(4, jnp.bfloat16)})
+        mpx.mixed_precision(optax.sgd(1e-3), recipe).init(
+            params | {"w": jnp.ones(4, jnp.bfloat16)}
+        )
 
 
 def equations(tx, name, leaves):
-    """Return how many equations an update of so many leaves of one shape has, and how many with those of its calls."""
+    """Return how many equations an update of so many leaves of one shape has, and how
+    many with those of its calls.
+    """
     dtype = mpx.get_policy(RECIPES[name].policy).param_dtype
     params = [jax.ShapeDtypeStruct((72, 64), dtype)] * leaves
     program = jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params)
@@ -152,9 +236,17 @@ def equations(tx, name, leaves):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_more_leaf_of_a_shape_costs_the_trace_a_few_calls(name):
-    """AdamW has 17 equations a leaf. Masters and moments would add up to 300 more, were they traced for each leaf."""
+    """AdamW has 17 equations a leaf. Masters and moments would add up to 300 more, were
+    they traced for each leaf.
+    """
     tx = mpx.mixed_precision(optax.adamw(1e-3), name, key=KEY)
     traced, computed = equations(tx, name, 3) - equations(tx, name, 2)
-    alone = equations(optax.adamw(1e-3), name, 3) - equations(optax.adamw(1e-3), name, 2)
+    alone = equations(optax.adamw(1e-3), name, 3) - equations(
+        optax.adamw(1e-3), name, 2
+    )
     assert alone[0] <= traced <= alone[0] + 12
-    assert computed - alone[1] > 80 or RECIPES[name].weights in (None, "full", "stochastic")
+    assert computed - alone[1] > 80 or RECIPES[name].weights in (
+        None,
+        "full",
+        "stochastic",
+    )

@@ -1,4 +1,6 @@
-"""Check which leaves are floating, paths, and casts of whole trees: what changes, what stays, how often XLA runs."""
+"""Check which leaves are floating, paths, and casts of whole trees: what changes, what
+stays, how often XLA runs.
+"""
 
 import equinox as eqx
 import jax
@@ -52,10 +54,15 @@ def test_real_floating_arrays_of_16_bits_and_more_are_floating_and_nothing_else_
 def test_the_value_of_an_nnx_variable_goes_by_the_name_of_the_variable():
     state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     assert set(_trees.path_names(state).values()) == {"bias", "kernel"}
-    assert {_trees.path_string(path, state) for path in _trees.leaves_by_path(state)} == {"bias", "kernel"}
+    assert {
+        _trees.path_string(path, state) for path in _trees.leaves_by_path(state)
+    } == {"bias", "kernel"}
     policy = mpx.get_policy("bf16", overrides=(("bias$", jnp.float32),))
     cast = policy.cast_to_param(state)
-    assert (cast["bias"].get_value().dtype, cast["kernel"].get_value().dtype) == (np.float32, BF16)
+    assert (cast["bias"].get_value().dtype, cast["kernel"].get_value().dtype) == (
+        np.float32,
+        BF16,
+    )
 
 
 class Attention(eqx.Module):
@@ -66,14 +73,23 @@ class Attention(eqx.Module):
 def test_a_field_called_value_keeps_its_name():
     """It is the natural name in attention; only the variable of Flax is dropped."""
     model = {"attention": Attention(jnp.ones((8, 2), F32), jnp.ones((8, 2), F32))}
-    assert set(_trees.path_names(model).values()) == {"attention/query", "attention/value"}
-    policy = mpx.get_policy("params=bf16,compute=bf16,output=f32", overrides=(("value$", jnp.float32),))
+    assert set(_trees.path_names(model).values()) == {
+        "attention/query",
+        "attention/value",
+    }
+    policy = mpx.get_policy(
+        "params=bf16,compute=bf16,output=f32", overrides=(("value$", jnp.float32),)
+    )
     cast = policy.cast_to_param(model)["attention"]
     assert (cast.query.dtype, cast.value.dtype) == (BF16, np.float32)
     assert "attention/value" in policy.describe(model)
     inexact = jnp.full((2, 8), 1.001, F32)
-    product = mpx.autocast(lambda m, x: (x @ m["attention"].query, x @ m["attention"].value), policy)(model, inexact)
-    assert (product[0] != product[1]).all()  # the first one in bfloat16, the second one in float32
+    product = mpx.autocast(
+        lambda m, x: (x @ m["attention"].query, x @ m["attention"].value), policy
+    )(model, inexact)
+    assert (
+        product[0] != product[1]
+    ).all()  # the first one in bfloat16, the second one in float32
 
 
 def test_leaves_that_are_not_floating_come_back_as_the_same_object():
@@ -84,25 +100,37 @@ def test_leaves_that_are_not_floating_come_back_as_the_same_object():
 
 def test_a_leaf_of_the_right_dtype_comes_back_as_the_same_object():
     for name, leaf in FLOATING.items():
-        assert mpx.cast([leaf, np.ones(3, F16), np.ones(3, F32)], leaf.dtype)[0] is leaf, name
+        assert (
+            mpx.cast([leaf, np.ones(3, F16), np.ones(3, F32)], leaf.dtype)[0] is leaf
+        ), name
 
 
 def test_entries_that_are_one_array_stay_one_array():
-    """Tie embeddings: arrays, NumPy arrays, shapes and tracers. Equal arrays that are two objects stay two."""
-    for leaf in (jnp.ones((2, 2)), np.ones((2, 2), np.float32), jax.ShapeDtypeStruct((2, 2), F32)):
+    """Tie embeddings: arrays, NumPy arrays, shapes and tracers. Equal arrays that are
+    two objects stay two.
+    """
+    for leaf in (
+        jnp.ones((2, 2)),
+        np.ones((2, 2), np.float32),
+        jax.ShapeDtypeStruct((2, 2), F32),
+    ):
         cast = mpx.cast({"embed": leaf, "other": jnp.ones(1), "head": leaf}, BF16)
         assert cast["embed"] is cast["head"]
         assert cast["embed"].dtype == BF16
 
     tied = []
-    jax.jit(lambda x: tied.append(len({id(leaf) for leaf in mpx.cast([x, x], BF16)})))(jnp.ones(2))
+    jax.jit(lambda x: tied.append(len({id(leaf) for leaf in mpx.cast([x, x], BF16)})))(
+        jnp.ones(2)
+    )
     assert tied == [1]
     assert len({id(leaf) for leaf in mpx.cast([jnp.ones(2), jnp.ones(2)], BF16)}) == 2
 
 
 def test_one_array_that_two_overrides_send_to_two_dtypes_becomes_two():
     w = jnp.ones(2)
-    cast = mpx.get_policy("bf16", overrides=(("^head", "float16"),)).cast_to_param({"embed": w, "head": w})
+    cast = mpx.get_policy("bf16", overrides=(("^head", "float16"),)).cast_to_param(
+        {"embed": w, "head": w}
+    )
     assert (cast["embed"].dtype, cast["head"].dtype) == (BF16, F16)
     assert_same_bits(w, jnp.ones(2))  # and is not donated
 
@@ -135,10 +163,22 @@ def compiled_calls(monkeypatch):
 
 
 def test_a_concrete_tree_is_cast_in_one_compiled_call(compiled_calls):
-    """A call with its number of arrays: also to several dtypes, and a tied array once; none where nothing changes."""
+    """A call with its number of arrays: also to several dtypes, and a tied array once;
+    none where nothing changes.
+    """
     w = jnp.ones(4)
-    plain, other = mpx.get_policy("bf16"), mpx.get_policy("bf16", overrides=(("norm", "float16"),))
-    layers = {f"layer{i}": {"w": jnp.ones((i + 1, 2)), "h": jnp.ones(2, F16), "n": jnp.arange(3)} for i in range(5)}
+    plain, other = (
+        mpx.get_policy("bf16"),
+        mpx.get_policy("bf16", overrides=(("norm", "float16"),)),
+    )
+    layers = {
+        f"layer{i}": {
+            "w": jnp.ones((i + 1, 2)),
+            "h": jnp.ones(2, F16),
+            "n": jnp.arange(3),
+        }
+        for i in range(5)
+    }
     for policy, tree, expected in [
         (plain, layers, [10]),
         (other, {"norm": jnp.ones(3), "dense": jnp.ones((3, 3))}, [2]),
@@ -157,27 +197,49 @@ def mesh(devices=slice(None), shape=(-1,), names=("x",)):
 
 
 def placed(*shardings):
-    return [jax.device_put(jnp.arange(64.0).reshape(8, 8), sharding) for sharding in shardings]
+    return [
+        jax.device_put(jnp.arange(64.0).reshape(8, 8), sharding)
+        for sharding in shardings
+    ]
 
 
-GRID, AXIS, DEVICE = mesh(shape=(4, 2), names=("data", "model")), PartitionSpec("x"), jax.devices()[3]
+GRID, AXIS, DEVICE = (
+    mesh(shape=(4, 2), names=("data", "model")),
+    PartitionSpec("x"),
+    jax.devices()[3],
+)
 KINDS = [memory.kind for memory in DEVICE.addressable_memories()]
-# Arrays, and how many of them each compiled call casts: one program cannot take arrays of different devices.
+# Arrays, and how many of them each compiled call casts: one program cannot take arrays
+# of different devices.
 PLACED = {
     "on one mesh": (
-        [NamedSharding(GRID, PartitionSpec(*spec)) for spec in (("data", "model"), (None, "data"), ())],
+        [
+            NamedSharding(GRID, PartitionSpec(*spec))
+            for spec in (("data", "model"), (None, "data"), ())
+        ],
         [3],
     ),
-    "on two sets of devices": ([NamedSharding(mesh(slice(*part)), AXIS) for part in ((4,), (4, 8), (4,))], [1, 2]),
-    "in two orders": ([NamedSharding(grid, AXIS) for grid in (mesh(), mesh(slice(None, None, -1)))], [1, 1]),
+    "on two sets of devices": (
+        [NamedSharding(mesh(slice(*part)), AXIS) for part in ((4,), (4, 8), (4,))],
+        [1, 2],
+    ),
+    "in two orders": (
+        [NamedSharding(grid, AXIS) for grid in (mesh(), mesh(slice(None, None, -1)))],
+        [1, 1],
+    ),
     "free and on a device": ([None, SingleDeviceSharding(DEVICE)], [1, 1]),
     # XLA on a CPU by itself moves results from unpinned host memory to the default one.
-    "in two kinds of memory": ([NamedSharding(mesh(), AXIS, memory_kind=kind) for kind in KINDS], [1] * len(KINDS)),
+    "in two kinds of memory": (
+        [NamedSharding(mesh(), AXIS, memory_kind=kind) for kind in KINDS],
+        [1] * len(KINDS),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PLACED)
-def test_arrays_stay_where_they_are_and_one_compiled_call_casts_those_of_one_set_of_devices(name, compiled_calls):
+def test_arrays_stay_where_they_are_and_one_compiled_call_casts_those_of_one_set_of_devices(
+    name, compiled_calls
+):
     shardings, calls = PLACED[name]
     tree = placed(*shardings)
     cast = mpx.cast(tree, BF16)

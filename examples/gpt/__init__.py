@@ -1,1 +1,3 @@
-"""GPT-2 on mpx: a comparison of precision recipes, and training runs of any size. README.md has the files in order."""
+"""GPT-2 on mpx: a comparison of precision recipes, and training runs of any size.
+README.md has the files in order.
+"""

@@ -1,16 +1,18 @@
-"""Train one small byte-level GPT under several precision recipes, and compare the results.
+"""Train one small byte-level GPT under several precision recipes, and compare the
+results.
 
-Everything but the recipe is equal: text, batches, initial weights, optimizer, schedule, number of steps. Run it from
-the root of the repository:
+Everything but the recipe is equal: text, batches, initial weights, optimizer, schedule,
+number of steps. Run it from the root of the repository:
 
-    python -m examples.gpt.compare
-    python -m examples.gpt.compare --recipes all
-    python -m examples.gpt.compare --text my_folder --recipes f32,bf16-split --steps 1000 --out results
+    python -m examples.gpt.compare python -m examples.gpt.compare --recipes all python
+    -m examples.gpt.compare --text my_folder --recipes f32,bf16-split --steps 1000 --out
+    results
 
-The first trains eleven times, in about four minutes on two cores with nothing else to do; the second sixteen times. A
-gap is taken at seed 0 and compared with the standard deviation of the validation loss over three f32 seeds. Without mpx
-an update smaller than half the distance to the next bfloat16 is lost, and so are the finer parts of the moments; every
-recipe of mpx ends where f32 ends.
+The first trains eleven times, in about four minutes on two cores with nothing else to
+do; the second sixteen times. A gap is taken at seed 0 and compared with the standard
+deviation of the validation loss over three f32 seeds. Without mpx an update smaller
+than half the distance to the next bfloat16 is lost, and so are the finer parts of the
+moments; every recipe of mpx ends where f32 ends.
 """
 
 import math
@@ -34,15 +36,20 @@ from examples.gpt.training import Hyperparameters, Program
 
 MAXIMUM_BYTES = 4_000_000  # a comparison reads well below a million of them
 MINIMUM_BYTES = 10_000
-BLOCKS = 100  # every tenth is held out; only the two ends of a block can share a line with the training part
+# every tenth is held out; only the two ends of a block can share a line with the
+# training part
+BLOCKS = 100
 CONFIG = PRESETS["tiny"]
 CONTEXT = CONFIG.context  # bytes; long enough to learn words and indentation
 BATCH_SIZE = 8  # 512 bytes a step: on two cores more of them would mean fewer steps
 VALIDATION_BATCHES = 16  # 8,192 bytes, the same for every run
 EVALUATIONS = 20  # points of the curves
-SMOOTHED_STEPS = 20  # the training loss of a single batch says little; the table has the mean of the last ones
-# By default XLA may leave out a rounding to 16 bits where the next operation widens the number again, and does so after
-# bfloat16 products on a CPU. The comparison is of recipes as they are written.
+# the training loss of a single batch says little; the table has the mean of the last
+# ones
+SMOOTHED_STEPS = 20
+# By default XLA may leave out a rounding to 16 bits where the next operation widens the
+# number again, and does so after bfloat16 products on a CPU. The comparison is of
+# recipes as they are written.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 ALL_NAMES = [recipe.name for recipe in RECIPES]
 DEFAULT_NAMES = "f32,bf16-autocast,bf16-naive,bf16-masters,bf16-split,bf16-split-8bit,fp8,bf16-kahan,f16-scaled"
@@ -57,14 +64,19 @@ def read_text(path: Path | None) -> np.ndarray:
         if len(content) >= MAXIMUM_BYTES:
             break
     if len(content) < MINIMUM_BYTES:
-        raise ValueError(f"--text: it has {len(content):,} bytes, and at least {MINIMUM_BYTES:,} are needed.")
+        raise ValueError(
+            f"--text: it has {len(content):,} bytes, and at least {MINIMUM_BYTES:,} are"
+            " needed."
+        )
     return np.frombuffer(content[:MAXIMUM_BYTES], np.uint8)
 
 
 def split(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Split a text in two: every tenth of `BLOCKS` blocks is held out."""
     blocks = np.array_split(text, BLOCKS)
-    return np.concatenate([block for i, block in enumerate(blocks) if i % 10 != 9]), np.concatenate(blocks[9::10])
+    return np.concatenate(
+        [block for i, block in enumerate(blocks) if i % 10 != 9]
+    ), np.concatenate(blocks[9::10])
 
 
 def random_batches(text: np.ndarray, *, seed: int, count: int) -> Iterator[np.ndarray]:
@@ -75,8 +87,12 @@ def random_batches(text: np.ndarray, *, seed: int, count: int) -> Iterator[np.nd
 
 
 def fixed_batches(text: np.ndarray) -> np.ndarray:
-    """Return evenly spaced sequences, the same at every call: (VALIDATION_BATCHES, BATCH_SIZE, CONTEXT + 1)."""
-    starts = np.linspace(0, len(text) - CONTEXT - 1, VALIDATION_BATCHES * BATCH_SIZE).astype(np.int64)
+    """Return evenly spaced sequences, the same at every call: (VALIDATION_BATCHES,
+    BATCH_SIZE, CONTEXT + 1).
+    """
+    starts = np.linspace(
+        0, len(text) - CONTEXT - 1, VALIDATION_BATCHES * BATCH_SIZE
+    ).astype(np.int64)
     return windows(text, starts).reshape(VALIDATION_BATCHES, BATCH_SIZE, -1)
 
 
@@ -86,16 +102,29 @@ def windows(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 # --- One run. ---
-def bytes_per_parameter(recipe: Recipe, params: Any, opt_state: optax.OptState) -> dict[str, float]:
+def bytes_per_parameter(
+    recipe: Recipe, params: Any, opt_state: optax.OptState
+) -> dict[str, float]:
     """Return the bytes held inside a jitted step, counted from the arrays.
 
-    The gradient of a parameter has the narrower of the parameter's dtype and the compute dtype there; only gradients
-    that leave a compiled program through `mpx.value_and_grad` are float32 arrays.
+    The gradient of a parameter has the narrower of the parameter's dtype and the
+    compute dtype there; only gradients that leave a compiled program through
+    `mpx.value_and_grad` are float32 arrays.
     """
     policy, count = recipe.policy, sum(leaf.size for leaf in jax.tree.leaves(params))
-    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) / count
+
+    def size(tree):
+        return (
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+            / count
+        )
+
     gradients = float(min(policy.param_dtype.itemsize, policy.compute_dtype.itemsize))
-    return {"parameters": size(params), "gradients": gradients, "optimizer state": size(opt_state)}
+    return {
+        "parameters": size(params),
+        "gradients": gradients,
+        "optimizer state": size(opt_state),
+    }
 
 
 def train_recipe(
@@ -106,21 +135,28 @@ def train_recipe(
     held_out: np.ndarray,
     tx: optax.GradientTransformation | None = None,
 ) -> Iterator[report.Run]:
-    """Train from the first seeds, which share their compiled functions, and yield the finished runs.
+    """Train from the first seeds, which share their compiled functions, and yield the
+    finished runs.
 
     `tx` takes the place of the recipe's optimizer.
     """
     program, steps = Program(recipe, CONFIG, hyperparameters), hyperparameters.steps
     program.tx = program.tx if tx is None else tx
-    train_step = jax.jit(program.train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS)
+    train_step = jax.jit(
+        program.train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS
+    )
     evaluate = jax.jit(program.evaluate, compiler_options=COMPILER_OPTIONS)
     validation = jax.device_put(fixed_batches(held_out))
-    evaluation_steps = {math.ceil(steps * (point + 1) / EVALUATIONS) for point in range(EVALUATIONS)}
+    evaluation_steps = {
+        math.ceil(steps * (point + 1) / EVALUATIONS) for point in range(EVALUATIONS)
+    }
     for seed in range(seeds):
         params, opt_state = program.init(seed)
         size = bytes_per_parameter(recipe, params, opt_state)
         losses, validation_losses = [], {}
-        for step, batch in enumerate(random_batches(text, seed=seed, count=steps), start=1):
+        for step, batch in enumerate(
+            random_batches(text, seed=seed, count=steps), start=1
+        ):
             params, opt_state, metrics = train_step(params, opt_state, batch[None])
             losses.append(metrics.loss)  # stays on the device until it is read
             if step in evaluation_steps:
@@ -138,28 +174,51 @@ def train_recipe(
 
 # --- The command line. ---
 def chosen_recipes(names: str) -> list[Recipe]:
-    """Return the recipes of the option, f32 and at least another one, in the order of the table.
+    """Return the recipes of the option, f32 and at least another one, in the order of
+    the table.
 
     "all" leaves out `tf32` where there is no such format: it would be `f32` again.
     """
     if names == "all":
-        return [recipe for recipe in RECIPES if recipe.name != "tf32" or jax.default_backend() != "cpu"]
-    chosen = [get_recipe(name.strip()) for name in (report.REFERENCE, *names.split(","))]
+        return [
+            recipe
+            for recipe in RECIPES
+            if recipe.name != "tf32" or jax.default_backend() != "cpu"
+        ]
+    chosen = [
+        get_recipe(name.strip()) for name in (report.REFERENCE, *names.split(","))
+    ]
     if len(set(names.split(",")) - {report.REFERENCE}) == 0:
-        raise ValueError(f"--recipes {names}: choose at least one recipe to compare with f32.")
+        raise ValueError(
+            f"--recipes {names}: choose at least one recipe to compare with f32."
+        )
     return [recipe for recipe in RECIPES if recipe in chosen]
 
 
 def main(
-    text: Annotated[Path | None, Option(help="File or folder to train on (4 MB); without it Python's library.")] = None,
-    recipes: Annotated[str, Option(help=f"all, or of {', '.join(ALL_NAMES)}; f32 runs anyway.")] = DEFAULT_NAMES,
+    text: Annotated[
+        Path | None,
+        Option(help="File or folder to train on (4 MB); without it Python's library."),
+    ] = None,
+    recipes: Annotated[
+        str, Option(help=f"all, or of {', '.join(ALL_NAMES)}; f32 runs anyway.")
+    ] = DEFAULT_NAMES,
     steps: Annotated[int, Option(min=1, help="Training steps of a run.")] = 300,
-    seeds: Annotated[int, Option(min=2, help="Seeds of f32, whose standard deviation is the yardstick.")] = 3,
-    recipe_seeds: Annotated[int, Option(min=1, help="Seeds of every other recipe.")] = 1,
+    seeds: Annotated[
+        int,
+        Option(min=2, help="Seeds of f32, whose standard deviation is the yardstick."),
+    ] = 3,
+    recipe_seeds: Annotated[
+        int, Option(min=1, help="Seeds of every other recipe.")
+    ] = 1,
     learning_rate: Annotated[float, Option(help="Peak of the schedule.")] = 3e-4,
-    out: Annotated[Path, Option(help="Folder for precision.png, curves.png and precision.json.")] = Path("comparison"),
+    out: Annotated[
+        Path, Option(help="Folder for precision.png, curves.png and precision.json.")
+    ] = Path("comparison"),
 ) -> None:
-    """Train a small GPT under each recipe with the same data and initial weights, and compare the results."""
+    """Train a small GPT under each recipe with the same data and initial weights, and
+    compare the results.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         chosen = chosen_recipes(recipes)
@@ -168,17 +227,23 @@ def main(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(
-        f"{text or 'The standard library of Python'}: {len(parts[0]):,} bytes to train on, {len(parts[1]):,} held out. "
-        f"{steps} steps of {BATCH_SIZE} x {CONTEXT} bytes on {jax.devices()[0].device_kind}."
+        f"{text or 'The standard library of Python'}: {len(parts[0]):,} bytes to train"
+        f" on, {len(parts[1]):,} held out. {steps} steps of {BATCH_SIZE} x"
+        f" {CONTEXT} bytes on {jax.devices()[0].device_kind}."
     )
     runs: list[report.Run] = []
     # A gap is to f32 of the same seed.
-    counts = [max(seeds, recipe_seeds) if recipe.name == report.REFERENCE else recipe_seeds for recipe in chosen]
+    counts = [
+        max(seeds, recipe_seeds) if recipe.name == report.REFERENCE else recipe_seeds
+        for recipe in chosen
+    ]
     total, start = sum(counts), time.monotonic()
     for recipe, count in zip(chosen, counts, strict=True):
         finished = train_recipe(recipe, count, hyperparameters, *parts)
         for seed in range(count):
-            typer.echo(f"run {len(runs) + 1} of {total}: {recipe.name}, seed {seed}", nl=False)
+            typer.echo(
+                f"run {len(runs) + 1} of {total}: {recipe.name}, seed {seed}", nl=False
+            )
             runs.append(next(finished))
             minutes = (time.monotonic() - start) / len(runs) * (total - len(runs)) / 60
             rest = f"; about {math.ceil(minutes)} min to go" if minutes else ""
@@ -186,7 +251,9 @@ def main(
     report.write(out, report.Comparison(runs))
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 app.command()(main)
 
 if __name__ == "__main__":

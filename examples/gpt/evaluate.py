@@ -24,30 +24,47 @@ BATCH_SIZE = 8
 
 
 def restored(folder: Path) -> tuple[Program, Any, int, dict[str, Any]]:
-    """Return program and parameters of a run, and step and description of its newest checkpoint, on one device."""
+    """Return program and parameters of a run, and step and description of its newest
+    checkpoint, on one device.
+    """
     if not (folder / "checkpoints").is_dir():
-        raise ValueError(f"{folder} is no folder of a run: there is no folder of checkpoints in it.")
+        raise ValueError(
+            f"{folder} is no folder of a run: there is no folder of checkpoints in it."
+        )
     with checkpoints.opened(folder / "checkpoints") as manager:
         step, described = checkpoints.newest(manager)
         identity = described["identity"]
         config = Config(**{name: identity[name] for name in SIZES})
         # The optimizer's state has the same shapes whatever the schedule is.
-        program = Program(get_recipe(identity["recipe"]), config, Hyperparameters(steps=1, learning_rate=1.0))
+        program = Program(
+            get_recipe(identity["recipe"]),
+            config,
+            Hyperparameters(steps=1, learning_rate=1.0),
+        )
         shapes = devices.shapes_on(described["mesh"], program.init, 0)
         device = SingleDeviceSharding(jax.local_devices()[0])
-        params, _ = checkpoints.restore(manager, jax.tree.map(lambda leaf: leaf.update(sharding=device), shapes))
+        params, _ = checkpoints.restore(
+            manager, jax.tree.map(lambda leaf: leaf.update(sharding=device), shapes)
+        )
     return program, params, step, described
 
 
 def main(
     run: Annotated[Path, Option(help="Folder of the run.")] = Path("run"),
     data_folder: Annotated[
-        Path | None, Option("--data", help="Folder of tokens; without it the one of the run.")
+        Path | None,
+        Option("--data", help="Folder of tokens; without it the one of the run."),
     ] = None,
-    batches: Annotated[int, Option(min=1, help="Batches of the validation loss, 8 sequences each.")] = 16,
+    batches: Annotated[
+        int, Option(min=1, help="Batches of the validation loss, 8 sequences each.")
+    ] = 16,
     prompt: Annotated[str, Option(help="Text that the sample continues.")] = "def ",
-    sample_tokens: Annotated[int, Option(min=1, help="Length of the sample in tokens.")] = 200,
-    temperature: Annotated[float, Option(min=0, help="Of the sample; 0 takes the most likely token.")] = 0.8,
+    sample_tokens: Annotated[
+        int, Option(min=1, help="Length of the sample in tokens.")
+    ] = 200,
+    temperature: Annotated[
+        float, Option(min=0, help="Of the sample; 0 takes the most likely token.")
+    ] = 0.8,
 ) -> None:
     """Print the validation loss of a run, and a sample."""
     try:
@@ -55,23 +72,35 @@ def main(
         folder, config = data_folder or Path(described["data"]), program.config
         tokenizer = data.get_tokenizer(data.read_index(folder).tokenizer)
         if tokenizer.vocabulary != config.vocabulary:
-            raise ValueError(f"{folder} has {tokenizer.vocabulary:,} kinds of tokens, the model {config.vocabulary:,}.")
+            raise ValueError(
+                f"{folder} has {tokenizer.vocabulary:,} kinds of tokens, the model"
+                f" {config.vocabulary:,}."
+            )
         tokens = data.validation_batches(folder, batches, BATCH_SIZE, config.context)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     loss = float(jax.jit(program.evaluate)(params, tokens))
-    typer.echo(f"step {step}: validation loss {loss:.4f} nats a token, of {tokens[..., 1:].size:,} tokens")
-    started = tokenizer.encode(prompt) if prompt else np.array([tokenizer.separator])  # which begins a document
+    typer.echo(
+        f"step {step}: validation loss {loss:.4f} nats a token, of"
+        f" {tokens[..., 1:].size:,} tokens"
+    )
+    started = (
+        tokenizer.encode(prompt) if prompt else np.array([tokenizer.separator])
+    )  # which begins a document
     continued = sample.generate(
         program.logits, params, started, count=sample_tokens, context=config.context, key=jax.random.key(0),
         temperature=temperature,
     )  # fmt: skip
     text = prompt + tokenizer.decode(continued)
-    text = "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)  # a terminal obeys the others
+    text = "".join(
+        x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text
+    )  # a terminal obeys the others
     typer.echo(f"A sample:\n{text}")
 
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 app.command()(main)
 
 if __name__ == "__main__":

@@ -1,1 +1,3 @@
-"""`autocast`: functions in float32 semantics with their contractions in a lower precision. The folder has a README."""
+"""`autocast`: functions in float32 semantics with their contractions in a lower
+precision. The folder has a README.
+"""

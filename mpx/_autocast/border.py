@@ -1,4 +1,5 @@
-"""The border of a program inside: values that 16 bits represent cross it in 16 bits, where that costs no precision.
+"""The border of a program inside: values that 16 bits represent cross it in 16 bits,
+where that costs no precision.
 
 So there is no float32 copy of a stack of layers, and a checkpoint keeps 16 bits.
 """
@@ -20,34 +21,48 @@ class Crossing(NamedTuple):
     """How a value crosses the border of a program inside."""
 
     dtype: np.dtype | None = None  # 16 bits; None for its own
-    gradient_in: np.dtype | None = None  # the dtype of a weight's gradient, if a carrier beside the weight gets it
+    gradient_in: np.dtype | None = (
+        None  # the dtype of a weight's gradient, if a carrier beside the weight gets it
+    )
 
 
 AS_IT_IS = Crossing()
 
 
 class Carried(NamedTuple):
-    """A weight in 16 bits beside a carrier of its gradient: JAX gives a gradient its value's dtype."""
+    """A weight in 16 bits beside a carrier of its gradient: JAX gives a gradient its
+    value's dtype.
+    """
 
     carrier: jax.Array  # zeros that nobody reads
     weight: jax.Array
 
 
-def travels_in(tag: Tag, cotangent_in: np.dtype | None, settings: Settings) -> np.dtype | None:
-    """Return the 16-bit dtype that a value has while it crosses the border of a program inside, or None for its own.
+def travels_in(
+    tag: Tag, cotangent_in: np.dtype | None, settings: Settings
+) -> np.dtype | None:
+    """Return the 16-bit dtype that a value has while it crosses the border of a program
+    inside, or None for its own.
 
-    Nothing is lost on the way in. On the way back its cotangent, the float32 sum over all uses inside, is rounded once.
-    For weights and for copies of one value that is allowed only if the cotangent was rounded already. So the gradients
-    that a user gets lose nothing, and sums of cotangents are complete before they are rounded.
+    Nothing is lost on the way in. On the way back its cotangent, the float32 sum over
+    all uses inside, is rounded once. For weights and for copies of one value that is
+    allowed only if the cotangent was rounded already. So the gradients that a user gets
+    lose nothing, and sums of cotangents are complete before they are rounded.
     """
     if tag.is_argument and settings.has_wide_gradients:
         return None
-    is_allowed = cotangent_in == tag.representable_in or not (tag.is_argument or tag.is_copied)
+    is_allowed = cotangent_in == tag.representable_in or not (
+        tag.is_argument or tag.is_copied
+    )
     return tag.representable_in if is_allowed else None
 
 
-def crossing(tag: Tag, demand: Demand, settings: Settings, gradient_in: np.dtype | None = None) -> Crossing:
-    """Return how a value crosses: a weight that is to have a float32 gradient beside a carrier of that."""
+def crossing(
+    tag: Tag, demand: Demand, settings: Settings, gradient_in: np.dtype | None = None
+) -> Crossing:
+    """Return how a value crosses: a weight that is to have a float32 gradient beside a
+    carrier of that.
+    """
     if tag.is_narrow_weight and settings.has_wide_gradients:
         return Crossing(tag.representable_in, gradient_in or np.dtype(np.float32))
     return Crossing(travels_in(tag, demand.cotangent_in, settings))
@@ -83,21 +98,38 @@ def _unpacked(x: Any, how: Crossing) -> Any:
 
 
 def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
-    """Return a value of the type of `x` with the derivative of `x` in place of its own, of any order.
+    """Return a value of the type of `x` with the derivative of `x` in place of its own,
+    of any order.
 
-    A primitive, because JAX drops custom derivatives where it differentiates a loop or a checkpoint twice.
+    A primitive, because JAX drops custom derivatives where it differentiates a loop or
+    a checkpoint twice.
     """
     return _replaced.bind(value, x)
 
 
 def _batched_replaced(operands: list[Any], axes: list[int | None]) -> tuple[Any, int]:
-    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    return _replaced.bind(*[batching.bdim_at_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]), 0
+    size = next(
+        x.shape[axis]
+        for x, axis in zip(operands, axes, strict=True)
+        if axis is not None
+    )
+    return (
+        _replaced.bind(
+            *[
+                batching.bdim_at_front(x, axis, size)
+                for x, axis in zip(operands, axes, strict=True)
+            ]
+        ),
+        0,
+    )
 
 
 _replaced = Primitive("value_with_derivative_of")
 _replaced.def_impl(lambda value, x: value)
 _replaced.def_abstract_eval(lambda value, x: x)
-ad.primitive_jvps[_replaced] = lambda primals, tangents: (_replaced.bind(*primals), tangents[1])
+ad.primitive_jvps[_replaced] = lambda primals, tangents: (
+    _replaced.bind(*primals),
+    tangents[1],
+)
 batching.primitive_batchers[_replaced] = _batched_replaced
 mlir.register_lowering(_replaced, lambda _, value, x: [value])

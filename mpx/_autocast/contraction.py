@@ -1,4 +1,6 @@
-"""Contractions: which can be narrowed, how one runs in the compute dtype, and how many FLOPs it takes."""
+"""Contractions: which can be narrowed, how one runs in the compute dtype, and how many
+FLOPs it takes.
+"""
 
 import math
 from collections.abc import Sequence
@@ -31,31 +33,46 @@ def contracted_size(eqn: JaxprEqn) -> int:
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Return the number of floating-point operations: two for each product, which is computed and added up."""
+    """Return the number of floating-point operations: two for each product, which is
+    computed and added up.
+    """
     if eqn.primitive.name == "conv_general_dilated":
         return 2 * _products_of_convolution(eqn)
     count = 2 * _aval(eqn.outvars[0]).size * contracted_size(eqn)
     if eqn.primitive.name == "ragged_dot_general":
-        # Each row belongs to one group, so there are as many products as without groups.
+        # Each row belongs to one group, so there are as many products as without
+        # groups.
         (contracting, _), _ = _dot_numbers(eqn)
-        if set(eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions) & set(contracting):
+        if set(eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions) & set(
+            contracting
+        ):
             return count // max(_aval(eqn.invars[2]).shape[-1], 1)
     return count
 
 
 def _dot_numbers(eqn: JaxprEqn) -> Any:
-    """Return the contracted axes and the batch axes of a product, of both operands each."""
+    """Return the contracted axes and the batch axes of a product, of both operands
+    each.
+    """
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    return eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    return (
+        eqn.params["dimension_numbers"]
+        if ragged is None
+        else ragged.dot_dimension_numbers
+    )
 
 
 def _products_of_convolution(eqn: JaxprEqn) -> int:
-    """Count products of pixels and taps, except with padding and with the zeros between dilated pixels."""
+    """Count products of pixels and taps, except with padding and with the zeros between
+    dilated pixels.
+    """
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     lhs, rhs, out = (_aval(v).shape for v in (*eqn.invars, *eqn.outvars))
     pairs = 1
     for d in range(len(numbers.lhs_spec) - 2):
-        size, taps, places = (s[spec[2 + d]] for s, spec in zip((lhs, rhs, out), numbers, strict=True))
+        size, taps, places = (
+            s[spec[2 + d]] for s, spec in zip((lhs, rhs, out), numbers, strict=True)
+        )
         at = (
             np.arange(places)[:, None] * params["window_strides"][d]
             + np.arange(taps)[None] * params["rhs_dilation"][d]
@@ -63,14 +80,27 @@ def _products_of_convolution(eqn: JaxprEqn) -> int:
         )
         step = params["lhs_dilation"][d]
         pairs *= int(((at >= 0) & (at % step == 0) & (at // step < size)).sum())
-    return pairs * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * rhs[numbers.rhs_spec[1]]
+    return (
+        pairs
+        * out[numbers.out_spec[0]]
+        * out[numbers.out_spec[1]]
+        * rhs[numbers.rhs_spec[1]]
+    )
 
 
-def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Tag]) -> str | None:
-    """Return why a contraction, of operands with these tags, cannot be narrowed, or None."""
+def why_kept(
+    eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Tag]
+) -> str | None:
+    """Return why a contraction, of operands with these tags, cannot be narrowed, or
+    None.
+    """
     operands = [_aval(v).dtype for v in eqn.invars[:2]]
-    if np.float32 not in operands or not all(is_f32(v) or is_half(v) for v in eqn.invars[:2]):
-        return f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
+    if np.float32 not in operands or not all(
+        is_f32(v) or is_half(v) for v in eqn.invars[:2]
+    ):
+        return (
+            f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
+        )
     result = _aval(eqn.outvars[0]).dtype
     if result not in (np.float32, precision.dtype):  # the result would be rounded twice
         return f"its result is to be {result}"
@@ -83,15 +113,20 @@ def why_kept(eqn: JaxprEqn, precision: ContractionPrecision, tags: Sequence[Tag]
 
 
 def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | None:
-    """Return why narrowing a contraction, of operands with these tags, gains nothing, or None.
+    """Return why narrowing a contraction, of operands with these tags, gains nothing,
+    or None.
 
-    People use such contractions to add up, to count and to look up, and they take no longer in float32. Two kinds of
-    layer would, since XLA would write their float32 operands: a convolution with a learned kernel, and one row or
-    vector times a weight that is stored in 16 bits, or a cache.
+    People use such contractions to add up, to count and to look up, and they take no
+    longer in float32. Two kinds of layer would, since XLA would write their float32
+    operands: a convolution with a learned kernel, and one row or vector times a weight
+    that is stored in 16 bits, or a cache.
     """
     size = contracted_size(eqn)
     if eqn.primitive.name == "conv_general_dilated":
-        kernel, (outputs, inputs, *_) = _aval(eqn.invars[1]).shape, eqn.params["dimension_numbers"].rhs_spec
+        kernel, (outputs, inputs, *_) = (
+            _aval(eqn.invars[1]).shape,
+            eqn.params["dimension_numbers"].rhs_spec,
+        )
         groups = eqn.params["feature_group_count"]
         if rhs.is_argument and (groups > 1 or not lhs.is_argument):
             return None
@@ -99,23 +134,46 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
     else:
         is_row, is_column = _are_vectors(eqn)
         _, (batch, _) = _dot_numbers(eqn)
-        is_narrow = lambda tag: tag.is_narrow_weight or (tag.is_cache and len(batch) > 0)  # a head's part of a cache
-        is_vector = (is_row and (is_column or not is_narrow(rhs))) or (is_column and not is_narrow(lhs))
-    if isinstance(size, int) and size < _FEWEST:  # a symbolic size (`jax.export`) counts as large
-        return f"only {size} numbers are summed" if size > 1 else "nothing is summed: an outer product"
+
+        def is_narrow(tag):
+            return tag.is_narrow_weight or (
+                tag.is_cache and len(batch) > 0
+            )  # a head's part of a cache
+
+        is_vector = (is_row and (is_column or not is_narrow(rhs))) or (
+            is_column and not is_narrow(lhs)
+        )
+    if (
+        isinstance(size, int) and size < _FEWEST
+    ):  # a symbolic size (`jax.export`) counts as large
+        return (
+            f"only {size} numbers are summed"
+            if size > 1
+            else "nothing is summed: an outer product"
+        )
     return _VECTOR if is_vector else None
 
 
 def may_be_mapped(eqn: JaxprEqn, reason: str | None, tags: Sequence[Tag]) -> bool:
-    """Return whether a contraction is kept because it multiplies a vector by an argument: one example by a weight."""
+    """Return whether a contraction is kept because it multiplies a vector by an
+    argument: one example by a weight.
+    """
     if eqn.primitive.name != "dot_general" or reason != _VECTOR:
         return False
-    return any(tag.is_argument and not is_vector for tag, is_vector in zip(tags, _are_vectors(eqn), strict=True))
+    return any(
+        tag.is_argument and not is_vector
+        for tag, is_vector in zip(tags, _are_vectors(eqn), strict=True)
+    )
 
 
 def _are_vectors(eqn: JaxprEqn) -> tuple[bool, bool]:
-    """Return for both operands of a product whether it has no axis of its own, of more than one element."""
-    used = [{*contracted, *batch} for contracted, batch in zip(*_dot_numbers(eqn), strict=True)]
+    """Return for both operands of a product whether it has no axis of its own, of more
+    than one element.
+    """
+    used = [
+        {*contracted, *batch}
+        for contracted, batch in zip(*_dot_numbers(eqn), strict=True)
+    ]
     lhs, rhs = (
         all(n == 1 or axis in axes for axis, n in enumerate(_aval(v).shape))
         for v, axes in zip(eqn.invars[:2], used, strict=True)
@@ -141,52 +199,83 @@ def run_narrowed(
 ) -> jax.Array:
     """Run a contraction of float32 operands in the compute dtype.
 
-    `wide_gradients` says which of the two operands get a float32 gradient. It is still computed from operands in the
-    compute dtype. `in_memory` is for products of 8-bit floats.
+    `wide_gradients` says which of the two operands get a float32 gradient. It is still
+    computed from operands in the compute dtype. `in_memory` is for products of 8-bit
+    floats.
     """
     if precision.fp8 is not None:
-        return fp8.run_in_8_bits(eqn, operands, precision.fp8, wide_gradients, in_memory)
+        return fp8.run_in_8_bits(
+            eqn, operands, precision.fp8, wide_gradients, in_memory
+        )
     if precision.algorithm is not None:
-        return eqn.primitive.bind(*operands, **(eqn.params | {"precision": precision.algorithm}))
+        return eqn.primitive.bind(
+            *operands, **(eqn.params | {"precision": precision.algorithm})
+        )
     operands = [*(rounding.kept(x, precision) for x in operands[:2]), *operands[2:]]
     if any(wide_gradients):
         return wide.contract(eqn, operands, precision.dtype, wide_gradients)
-    # Each use rounds its own copy. A shared copy would add up the cotangents of its uses in 16 bits.
+    # Each use rounds its own copy. A shared copy would add up the cotangents of its
+    # uses in 16 bits.
     lhs, rhs, *rest = operands
-    narrow = lax.convert_element_type(lhs, precision.dtype), lax.convert_element_type(rhs, precision.dtype)
-    return eqn.primitive.bind(*narrow, *rest, **(eqn.params | {"preferred_element_type": precision.dtype}))
+    narrow = (
+        lax.convert_element_type(lhs, precision.dtype),
+        lax.convert_element_type(rhs, precision.dtype),
+    )
+    return eqn.primitive.bind(
+        *narrow, *rest, **(eqn.params | {"preferred_element_type": precision.dtype})
+    )
 
 
-def transferred(eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, wide_gradient: bool) -> jax.Array:
-    """Send a float32 value to other devices in 16 bits, and its cotangent back in float32 or in 16 bits too."""
-    transfer = lambda x: eqn.primitive.bind(x, **eqn.params)
+def transferred(
+    eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, wide_gradient: bool
+) -> jax.Array:
+    """Send a float32 value to other devices in 16 bits, and its cotangent back in
+    float32 or in 16 bits too.
+    """
+
+    def transfer(x):
+        return eqn.primitive.bind(x, **eqn.params)
+
     mesh, now = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
     if not mesh.empty and not now.empty and mesh != now:
-        return transfer(x)  # into `jax.sharding.auto_axes`: outside its axes are explicit, and nothing can cast here
+        return transfer(
+            x
+        )  # into `jax.sharding.auto_axes`: outside its axes are explicit, and nothing can cast here
 
     def in_16_bits(x):
         narrow = lax.convert_element_type(x, dtype)
         sharding = eqn.params.get("sharding")
-        if isinstance(sharding, NamedSharding):  # of a constraint, which XLA would move in front of the cast
+        if isinstance(
+            sharding, NamedSharding
+        ):  # of a constraint, which XLA would move in front of the cast
             free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
-            narrow = lax.with_sharding_constraint(narrow, NamedSharding(sharding.mesh, free))
+            narrow = lax.with_sharding_constraint(
+                narrow, NamedSharding(sharding.mesh, free)
+            )
         return lax.convert_element_type(transfer(narrow), x.dtype)
 
     if not wide_gradient:
         return in_16_bits(x)
     differentiable = jax.custom_jvp(in_16_bits)
-    differentiable.defjvp(lambda primals, tangents: (in_16_bits(*primals), transfer(*tangents)))
+    differentiable.defjvp(
+        lambda primals, tangents: (in_16_bits(*primals), transfer(*tangents))
+    )
     return differentiable(x)
 
 
 def with_rounded_cotangent(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return a float32 array unchanged, and round its cotangent to 16 bits before anything uses it.
+    """Return a float32 array unchanged, and round its cotangent to 16 bits before
+    anything uses it.
 
-    The barrier makes XLA write the rounded cotangent to memory instead of the float32 one.
+    The barrier makes XLA write the rounded cotangent to memory instead of the float32
+    one.
     """
 
     def round_trip(tangent):
-        return lax.convert_element_type(lax.optimization_barrier(lax.convert_element_type(tangent, dtype)), np.float32)
+        return lax.convert_element_type(
+            lax.optimization_barrier(lax.convert_element_type(tangent, dtype)),
+            np.float32,
+        )
 
     identity = jax.custom_jvp(lambda x: x)
     identity.defjvp(lambda primals, tangents: (primals[0], round_trip(tangents[0])))

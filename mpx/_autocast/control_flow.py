@@ -1,8 +1,10 @@
-"""Enter operations that hold programs under `autocast`: loops, branches, checkpoints, calls and shard maps.
+"""Enter operations that hold programs under `autocast`: loops, branches, checkpoints,
+calls and shard maps.
 
-Each primitive has a `Handler` that plans it, says what it demands of its operands, and runs it. Values cross the border
-of a program as `border.py` says. Those that a loop carries or closes over stay float32, because their cotangents are
-added up over all iterations.
+Each primitive has a `Handler` that plans it, says what it demands of its operands, and
+runs it. Values cross the border of a program as `border.py` says. Those that a loop
+carries or closes over stay float32, because their cotangents are added up over all
+iterations.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +17,22 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._autocast.border import AS_IT_IS, Crossing, crossing, packed, travels_in, unpacked
+from mpx._autocast.border import (
+    AS_IT_IS,
+    Crossing,
+    crossing,
+    packed,
+    travels_in,
+    unpacked,
+)
 from mpx._autocast.plan import Demand, Plan, Run, Settings, Step
 from mpx._autocast.tags import Tag, common, shared
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
 from mpx._primitives import PRIMITIVES, facts_of
 
-MakePlan = Callable[..., Plan]  # from a program, the tags of its inputs, and the variables of its results around it
+MakePlan = Callable[
+    ..., Plan
+]  # from a program, the tags of its inputs, and the variables of its results around it
 Plans = tuple[Plan, ...]
 Tags = tuple[Tag, ...]
 
@@ -29,11 +40,13 @@ Tags = tuple[Tag, ...]
 class Handler(NamedTuple):
     """The functions for an operation that holds programs."""
 
-    # From the equation, its operands' tags, and what plans a program, to the plans inside and the results' tags.
+    # From the equation, its operands' tags, and what plans a program, to the plans
+    # inside and the results' tags.
     plan: Callable[[JaxprEqn, Tags, MakePlan], tuple[Plans, Tags]]
     # From the equation and the plans inside to what they demand of each operand.
     demands: Callable[[JaxprEqn, Plans], Sequence[Demand]]
-    # From the step, its operands, the function that runs a plan on values, and the settings to the results.
+    # From the step, its operands, the function that runs a plan on values, and the
+    # settings to the results.
     run: Callable[[Step, list[Any], Run, Settings], Sequence[Any]]
 
 
@@ -49,11 +62,21 @@ def _demands_of_call(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
     return plans[0].demands
 
 
-def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """Run in line, so that nothing is compiled separately. A jit that places its arrays stays a jit."""
-    params, call = step.eqn.params, lambda *operands: tuple(run(step.plans[0], operands))
+def _run_jit(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> Sequence[Any]:
+    """Run in line, so that nothing is compiled separately. A jit that places its arrays
+    stays a jit.
+    """
+    params, call = (
+        step.eqn.params,
+        lambda *operands: tuple(run(step.plans[0], operands)),
+    )
     shardings = [
-        tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in params.get(key, ()))
+        tuple(
+            s if isinstance(s, jax.sharding.Sharding) else None
+            for s in params.get(key, ())
+        )
         for key in ("in_shardings", "out_shardings")
     ]
     if any(s is not None for side in shardings for s in side):
@@ -64,40 +87,67 @@ def _run_jit(step: Step, operands: list[Any], run: Run, settings: Settings) -> S
 
 
 def _plan_checkpoint(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    """Leave out results that nobody reads. Those of a call stay, since they may have shardings."""
+    """Leave out results that nobody reads. Those of a call stay, since they may have
+    shardings.
+    """
     inside = plan(eqn.params["jaxpr"], tags, eqn.outvars)
     return (inside,), inside.out_tags
 
 
-def _run_checkpoint(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """Bind the primitive itself: `jax.checkpoint` cannot say that its program is already a backward pass."""
+def _run_checkpoint(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> Sequence[Any]:
+    """Bind the primitive itself: `jax.checkpoint` cannot say that its program is
+    already a backward pass.
+    """
     plan = step.plans[0]
     crossings = _into_checkpoint(plan, settings)
     parts = packed(operands, crossings)
     leaves, tree = jax.tree.flatten(parts)
-    inside = lambda *leaves: run(plan, unpacked(tree.unflatten(leaves), crossings))
+
+    def inside(*leaves):
+        return run(plan, unpacked(tree.unflatten(leaves), crossings))
+
     program, consts = _retraced(inside, leaves)
-    params, prevented = step.eqn.params | {"jaxpr": program}, step.eqn.params["prevent_cse"]
-    if isinstance(prevented, tuple):  # one for each operand, which may be two arrays now
-        of_parts = [is_prevented for is_prevented, x in zip(prevented, parts, strict=True) for _ in jax.tree.leaves(x)]
+    params, prevented = (
+        step.eqn.params | {"jaxpr": program},
+        step.eqn.params["prevent_cse"],
+    )
+    if isinstance(
+        prevented, tuple
+    ):  # one for each operand, which may be two arrays now
+        of_parts = [
+            is_prevented
+            for is_prevented, x in zip(prevented, parts, strict=True)
+            for _ in jax.tree.leaves(x)
+        ]
         params["prevent_cse"] = (*[False] * len(consts), *of_parts)
     return step.eqn.primitive.bind(*consts, *leaves, **params)
 
 
 def _into_checkpoint(plan: Plan, settings: Settings) -> list[Crossing]:
-    return [crossing(tag, demand, settings) for tag, demand in zip(plan.in_tags, plan.demands, strict=True)]
+    return [
+        crossing(tag, demand, settings)
+        for tag, demand in zip(plan.in_tags, plan.demands, strict=True)
+    ]
 
 
 def _plan_shard_map(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    return _plan_call(eqn, tuple(tag._replace(gradient_in=None) for tag in tags), plan)  # devices add them up
+    return _plan_call(
+        eqn, tuple(tag._replace(gradient_in=None) for tag in tags), plan
+    )  # devices add them up
 
 
 def _demands_of_shard_map(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
     return [demand._replace(cotangent_in=None) for demand in plans[0].demands]
 
 
-def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """Leave operands in float32: the cotangent of an operand that all devices hold is summed over devices."""
+def _run_shard_map(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> Sequence[Any]:
+    """Leave operands in float32: the cotangent of an operand that all devices hold is
+    summed over devices.
+    """
     params = step.eqn.params
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
     options = {} if axes is None else {"axis_names": axes}
@@ -117,11 +167,16 @@ def _run_shard_map(step: Step, operands: list[Any], run: Run, settings: Settings
 def _plan_cond(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     plans = tuple(plan(branch, tags[1:]) for branch in eqn.params["branches"])
     # Nobody knows which branch runs: of a result holds what holds in all of them.
-    return plans, tuple(common(*column) for column in zip(*[inside.out_tags for inside in plans], strict=True))
+    return plans, tuple(
+        common(*column)
+        for column in zip(*[inside.out_tags for inside in plans], strict=True)
+    )
 
 
 def _demands_of_cond(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
-    """Return what all branches demand; for the dtype that a value is used in, all that use it."""
+    """Return what all branches demand; for the dtype that a value is used in, all that
+    use it.
+    """
     of_operands = [Demand()]
     for column in zip(*[plan.demands for plan in plans], strict=True):
         used_in = {demand.used_in for demand in column if demand.is_used}
@@ -130,17 +185,27 @@ def _demands_of_cond(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
     return of_operands
 
 
-def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
+def _run_cond(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> Sequence[Any]:
     index, *operands = operands
     demands = _demands_of_cond(step.eqn, step.plans)[1:]
     pairs = zip(step.in_tags[1:], demands, strict=True)
-    crossings = [Crossing(travels_in(tag, demand.cotangent_in, settings)) for tag, demand in pairs]
-    branches = [lambda *parts, plan=plan: tuple(run(plan, unpacked(parts, crossings))) for plan in step.plans]
+    crossings = [
+        Crossing(travels_in(tag, demand.cotangent_in, settings))
+        for tag, demand in pairs
+    ]
+    branches = [
+        lambda *parts, plan=plan: tuple(run(plan, unpacked(parts, crossings)))
+        for plan in step.plans
+    ]
     operands = packed(operands, crossings)
     platforms = step.eqn.params.get("branches_platforms")
     if platforms is not None:
         by_name = {
-            name: branch for names, branch in zip(platforms, branches, strict=True) for name in names or ("default",)
+            name: branch
+            for names, branch in zip(platforms, branches, strict=True)
+            for name in names or ("default",)
         }
         return lax.platform_dependent(*operands, **by_name)
     if index.dtype == np.bool_:
@@ -153,81 +218,135 @@ def _run_cond(step: Step, operands: list[Any], run: Run, settings: Settings) -> 
 
 def _plan_scan(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     consts, carry, xs = _scan_parts(eqn, tags)
-    results = [*open_jaxpr(eqn.params["jaxpr"]).outvars[: len(carry)], *eqn.outvars[len(carry) :]]
+    results = [
+        *open_jaxpr(eqn.params["jaxpr"]).outvars[: len(carry)],
+        *eqn.outvars[len(carry) :],
+    ]
     inside, carry = _loop_plan(eqn.params["jaxpr"], consts, carry, xs, plan, results)
     return (inside,), (*carry, *inside.out_tags[len(carry) :])
 
 
 def _demands_of_scan(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
     consts, carry, xs = _scan_parts(eqn, plans[0].demands)
-    return [*[demand._replace(cotangent_in=None) for demand in consts], *[Demand()] * len(carry), *xs]
+    return [
+        *[demand._replace(cotangent_in=None) for demand in consts],
+        *[Demand()] * len(carry),
+        *xs,
+    ]
 
 
-def _run_scan(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
+def _run_scan(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> Sequence[Any]:
     params, plan = step.eqn.params, step.plans[0]
     consts, carry, xs = _scan_parts(step.eqn, operands)
-    # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes over or carries, in its dtype.
-    columns = zip(plan.in_tags, step.in_tags, plan.demands, open_jaxpr(plan.jaxpr).invars, strict=True)
+    # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes
+    # over or carries, in its dtype.
+    columns = zip(
+        plan.in_tags,
+        step.in_tags,
+        plan.demands,
+        open_jaxpr(plan.jaxpr).invars,
+        strict=True,
+    )
     slices = _scan_parts(step.eqn, list(columns))[2]
-    into = [crossing(tag, demand, settings, outside.gradient_in) for tag, outside, demand, _ in slices]
+    into = [
+        crossing(tag, demand, settings, outside.gradient_in)
+        for tag, outside, demand, _ in slices
+    ]
     handed_on = _handed_on(plan, settings)
     into_checkpoints = [handed_on.get(v, AS_IT_IS) for *_, v in slices]
-    inside = [AS_IT_IS if on.dtype == how.dtype else how for on, how in zip(into_checkpoints, into, strict=True)]
-    out_of = [Crossing(travels_in(tag, None, settings)) for tag in plan.out_tags[len(carry) :]]
+    inside = [
+        AS_IT_IS if on.dtype == how.dtype else how
+        for on, how in zip(into_checkpoints, into, strict=True)
+    ]
+    out_of = [
+        Crossing(travels_in(tag, None, settings)) for tag in plan.out_tags[len(carry) :]
+    ]
 
     def body(carry, xs):
         results = run(plan, [*consts, *carry, *unpacked(xs, inside)])
         return results[: len(carry)], packed(results[len(carry) :], out_of)
 
-    # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA could merge with the first pass.
+    # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA
+    # could merge with the first pass.
     if _leaves_open_what_is_kept(plan.jaxpr):
         body = jax.checkpoint(body, policy=_is_kept, prevent_cse=False)
-    options = {key: params[key] for key in ("reverse", "unroll", "_split_transpose") if key in params}
-    carry, ys = lax.scan(body, carry, packed(xs, into), length=params["length"], **options)
+    options = {
+        key: params[key]
+        for key in ("reverse", "unroll", "_split_transpose")
+        if key in params
+    }
+    carry, ys = lax.scan(
+        body, carry, packed(xs, into), length=params["length"], **options
+    )
     return [*carry, *unpacked(ys, out_of)]
 
 
 def _handed_on(plan: Plan, settings: Settings) -> dict[Any, Crossing]:
     """Return the values whose only use is a checkpoint, and how they cross its border.
 
-    The body of a scan hands a slice in 16 bits to the checkpoint unchanged. If it were widened and narrowed again, JAX
-    would see a new value, and the checkpoint would keep it beside the array that the slice comes from.
+    The body of a scan hands a slice in 16 bits to the checkpoint unchanged. If it were
+    widened and narrowed again, JAX would see a new value, and the checkpoint would keep
+    it beside the array that the slice comes from.
     """
     uses = count_uses(open_jaxpr(plan.jaxpr))
     found = {}
     for step in plan.steps:
         if step.eqn.primitive.name == "remat2" and step.action == "enter":
             crossings = _into_checkpoint(step.plans[0], settings)
-            found |= {v: into for v, into in zip(step.eqn.invars, crossings, strict=True) if uses.get(v) == 1}
+            found |= {
+                v: into
+                for v, into in zip(step.eqn.invars, crossings, strict=True)
+                if uses.get(v) == 1
+            }
     return found
 
 
 def _leaves_open_what_is_kept(jaxpr: Any) -> bool:
-    """Return whether the author of a loop's body left it to JAX what is kept for the backward pass.
+    """Return whether the author of a loop's body left it to JAX what is kept for the
+    backward pass.
 
-    A body with complex numbers is left alone too: a `jax.checkpoint` policy cannot keep them (jax 0.10 to 0.12).
+    A body with complex numbers is left alone too: a `jax.checkpoint` policy cannot keep
+    them (jax 0.10 to 0.12).
     """
     program = open_jaxpr(jaxpr)
-    inside = (inner for eqn in program.eqns for inner in jex_core.jaxprs_in_params(eqn.params))
+    inside = (
+        inner for eqn in program.eqns for inner in jex_core.jaxprs_in_params(eqn.params)
+    )
     is_checkpoint = any(eqn.primitive.name == "remat2" for eqn in program.eqns)
-    values = [*program.invars, *program.constvars, *(v for eqn in program.eqns for v in eqn.outvars)]
+    values = [
+        *program.invars,
+        *program.constvars,
+        *(v for eqn in program.eqns for v in eqn.outvars),
+    ]
     is_complex = any(jnp.issubdtype(dtype_of(v), jnp.complexfloating) for v in values)
-    return not (program.effects or is_checkpoint or is_complex) and all(map(_leaves_open_what_is_kept, inside))
+    return not (program.effects or is_checkpoint or is_complex) and all(
+        map(_leaves_open_what_is_kept, inside)
+    )
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
     """Return whether a loop keeps a result for its backward pass, or computes it again.
 
-    JAX keeps what derivatives need in the dtype it was traced with: float32, although it was computed from 16-bit
-    results of products.
+    JAX keeps what derivatives need in the dtype it was traced with: float32, although
+    it was computed from 16-bit results of products.
     """
     return not facts_of(primitive).cheap
 
 
-def _scan_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split a column with an entry for each operand: closed over by the body, carried, sliced in each iteration."""
+def _scan_parts(
+    eqn: JaxprEqn, columns: Sequence[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Split a column with an entry for each operand: closed over by the body, carried,
+    sliced in each iteration.
+    """
     consts, carry = scan_counts(eqn)
-    return list(columns[:consts]), list(columns[consts : consts + carry]), list(columns[consts + carry :])
+    return (
+        list(columns[:consts]),
+        list(columns[consts : consts + carry]),
+        list(columns[consts + carry :]),
+    )
 
 
 def _plan_while(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
@@ -240,12 +359,20 @@ def _demands_of_while(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
     return [Demand()] * len(eqn.invars)
 
 
-def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
-    """Bind the primitive itself: `lax.while_loop` refuses the batched condition that a loop has under `vmap`."""
+def _run_while(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> Sequence[Any]:
+    """Bind the primitive itself: `lax.while_loop` refuses the batched condition that a
+    loop has under `vmap`.
+    """
     cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
-    cond, new_consts = _retraced(lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry])
+    cond, new_consts = _retraced(
+        lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry]
+    )
     cond_consts = [*new_consts, *cond_consts]
-    body, new_consts = _retraced(lambda *operands: run(step.plans[1], operands), [*body_consts, *carry])
+    body, new_consts = _retraced(
+        lambda *operands: run(step.plans[1], operands), [*body_consts, *carry]
+    )
     body_consts = [*new_consts, *body_consts]
     params = {
         "cond_nconsts": len(cond_consts),
@@ -253,26 +380,45 @@ def _run_while(step: Step, operands: list[Any], run: Run, settings: Settings) ->
         "cond_jaxpr": jex_core.ClosedJaxpr(cond, ()),
         "body_jaxpr": jex_core.ClosedJaxpr(body, ()),
     }
-    return step.eqn.primitive.bind(*cond_consts, *body_consts, *carry, **(step.eqn.params | params))
+    return step.eqn.primitive.bind(
+        *cond_consts, *body_consts, *carry, **(step.eqn.params | params)
+    )
 
 
-def _while_parts(eqn: JaxprEqn, columns: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _while_parts(
+    eqn: JaxprEqn, columns: Sequence[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
     first = eqn.params["cond_nconsts"]
     second = first + eqn.params["body_nconsts"]
     return list(columns[:first]), list(columns[first:second]), list(columns[second:])
 
 
 def _loop_plan(
-    jaxpr: Any, consts: list[Tag], carry: list[Tag], xs: list[Tag], plan: MakePlan, results: Any = None
+    jaxpr: Any,
+    consts: list[Tag],
+    carry: list[Tag],
+    xs: list[Tag],
+    plan: MakePlan,
+    results: Any = None,
 ) -> tuple[Plan, list[Tag]]:
-    """Return the plan of a loop's body, with tags of the carry that hold before and after each iteration."""
-    consts, carry, xs = ([tag._replace(gradient_in=None) for tag in tags] for tags in (consts, carry, xs))
-    consts = [tag._replace(is_product=False) for tag in consts]  # their cotangents are added up before they are rounded
-    # A carry is what it was before the loop, and also what an iteration leaves. If these differ, the body is planned
-    # again with what holds for both. That is less each time, so this ends.
+    """Return the plan of a loop's body, with tags of the carry that hold before and
+    after each iteration.
+    """
+    consts, carry, xs = (
+        [tag._replace(gradient_in=None) for tag in tags] for tags in (consts, carry, xs)
+    )
+    consts = [
+        tag._replace(is_product=False) for tag in consts
+    ]  # their cotangents are added up before they are rounded
+    # A carry is what it was before the loop, and also what an iteration leaves. If
+    # these differ, the body is planned again with what holds for both. That is less
+    # each time, so this ends.
     while True:
         inside = plan(jaxpr, (*consts, *carry, *xs), results)
-        after = [common(*pair) for pair in zip(carry, inside.out_tags[: len(carry)], strict=True)]
+        after = [
+            common(*pair)
+            for pair in zip(carry, inside.out_tags[: len(carry)], strict=True)
+        ]
         if after == carry:
             return inside, carry
         carry = after
@@ -281,15 +427,23 @@ def _loop_plan(
 # ---- all of them
 
 
-def _retraced(function: Callable[..., Any], operands: Sequence[Any]) -> tuple[jex_core.Jaxpr, list[Any]]:
-    """Return the program of a function of these operands, and the constants it takes before them."""
+def _retraced(
+    function: Callable[..., Any], operands: Sequence[Any]
+) -> tuple[jex_core.Jaxpr, list[Any]]:
+    """Return the program of a function of these operands, and the constants it takes
+    before them.
+    """
     program = jax.make_jaxpr(function)(*operands)
     invars = [*program.jaxpr.constvars, *program.jaxpr.invars]
     return program.jaxpr.replace(constvars=[], invars=invars), list(program.consts)
 
 
 HANDLERS: dict[str, Handler] = {
-    **{name: Handler(_plan_call, _demands_of_call, _run_jit) for name, f in PRIMITIVES.items() if f.runs == "call"},
+    **{
+        name: Handler(_plan_call, _demands_of_call, _run_jit)
+        for name, f in PRIMITIVES.items()
+        if f.runs == "call"
+    },
     "remat2": Handler(_plan_checkpoint, _demands_of_call, _run_checkpoint),
     "shard_map": Handler(_plan_shard_map, _demands_of_shard_map, _run_shard_map),
     "cond": Handler(_plan_cond, _demands_of_cond, _run_cond),

@@ -1,4 +1,6 @@
-"""Tell what a program demands of each of its values: one pass over its plan, from the end to the start."""
+"""Tell what a program demands of each of its values: one pass over its plan, from the
+end to the start.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +18,14 @@ from mpx._primitives import facts_of, is_call
 _UNKNOWN = Demand()
 
 
-def with_demands(program: jex_core.Jaxpr, steps: Sequence[Step]) -> tuple[tuple[Step, ...], dict[Any, Demand]]:
+def with_demands(
+    program: jex_core.Jaxpr, steps: Sequence[Step]
+) -> tuple[tuple[Step, ...], dict[Any, Demand]]:
     """Return the steps of a program, and what is demanded of each value.
 
-    `product + bias` rounds its cotangent only where the sum goes into an activation or a loss. Elsewhere XLA adds up
-    the bias's gradient in the kernel that computes the cotangent, and a barrier would cost one more.
+    `product + bias` rounds its cotangent only where the sum goes into an activation or
+    a loss. Elsewhere XLA adds up the bias's gradient in the kernel that computes the
+    cotangent, and a barrier would cost one more.
     """
     found = dict.fromkeys([v for v in program.outvars if not is_literal(v)], _UNKNOWN)
     decided = []
@@ -29,7 +34,11 @@ def with_demands(program: jex_core.Jaxpr, steps: Sequence[Step]) -> tuple[tuple[
         if step.action == "round_cotangent" and not _are_activated(step.eqn, results):
             step = step._replace(action="keep")
         if step.action == "narrow" and step.runs_in.is_narrow:
-            step = step._replace(is_read_wide=any(demand.used_in != step.runs_in.dtype for demand in results))
+            step = step._replace(
+                is_read_wide=any(
+                    demand.used_in != step.runs_in.dtype for demand in results
+                )
+            )
         decided.append(step)
         for v, demand in zip(step.eqn.invars, _of_operands(step, results), strict=True):
             if not is_literal(v):
@@ -38,47 +47,83 @@ def with_demands(program: jex_core.Jaxpr, steps: Sequence[Step]) -> tuple[tuple[
 
 
 def _of_both(use: Demand, other: Demand) -> Demand:
-    """Return what two uses demand: cotangents of several uses are added up before anything rounds them."""
+    """Return what two uses demand: cotangents of several uses are added up before
+    anything rounds them.
+    """
     used_in = use.used_in if use.used_in == other.used_in else None
     return Demand(used_in, None, use.is_activated or other.is_activated)
 
 
 def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
-    """Return what a step demands of its operands, from what is demanded of its results."""
+    """Return what a step demands of its operands, from what is demanded of its
+    results.
+    """
     eqn, facts = step.eqn, facts_of(step.eqn)
     are_activated = _are_activated(eqn, results)
     if step.plans:
         inside = HANDLERS[eqn.primitive.name].demands(eqn, step.plans)
-        # A loop or a branch counts as an activation: nobody follows its results to the value.
-        return [d._replace(is_activated=are_activated or d.is_activated or not is_call(eqn)) for d in inside]
+        # A loop or a branch counts as an activation: nobody follows its results to the
+        # value.
+        return [
+            d._replace(is_activated=are_activated or d.is_activated or not is_call(eqn))
+            for d in inside
+        ]
     if is_call(eqn):  # it runs as traced
         program = open_jaxpr(called_jaxpr(eqn))
-        _, inside = with_demands(program, [Step(inner, "keep", None, (), ()) for inner in program.eqns])
+        _, inside = with_demands(
+            program, [Step(inner, "keep", None, (), ()) for inner in program.eqns]
+        )
         activated = (v in inside and inside[v].is_activated for v in program.invars)
-        return [Demand(is_activated=is_activated or are_activated) for is_activated in activated]
-    # An activation or a loss is anything but a sum, a contraction, or what moves values.
-    is_sum = facts.contraction or facts.linear or eqn.primitive.name in ("add", "add_any")
+        return [
+            Demand(is_activated=is_activated or are_activated)
+            for is_activated in activated
+        ]
+    # An activation or a loss is anything but a sum, a contraction, or what moves
+    # values.
+    is_sum = (
+        facts.contraction or facts.linear or eqn.primitive.name in ("add", "add_any")
+    )
     moves = DEFAULT_RULES.get(eqn.primitive.name) == "follow"
     demand = Demand(is_activated=are_activated if moves else not is_sum)
     if step.action == "narrow":
         narrowed_to = step.runs_in.dtype if step.runs_in.is_narrow else None
         demand = demand._replace(used_in=narrowed_to, cotangent_in=narrowed_to)
-        # An elementwise operation in 16 bits rounds the cotangents of a bias before they are added up, not after.
-        is_bias = lambda v: not facts.contraction and is_smaller(v, eqn.outvars[0])
-        return [demand._replace(cotangent_in=None) if is_bias(v) else demand for v in eqn.invars]
+
+        # An elementwise operation in 16 bits rounds the cotangents of a bias before
+        # they are added up, not after.
+        def is_bias(v):
+            return not facts.contraction and is_smaller(v, eqn.outvars[0])
+
+        return [
+            demand._replace(cotangent_in=None) if is_bias(v) else demand
+            for v in eqn.invars
+        ]
     if _is_cast(eqn):
         return [demand._replace(used_in=dtype_of(eqn.outvars[0]))]
     if len(results) == 1:
-        used_in = results[0].used_in if facts.moves in ("same", "moved", "received") else None
-        cotangent_in = results[0].cotangent_in if facts.copies_of_operand == "one" else None
+        used_in = (
+            results[0].used_in if facts.moves in ("same", "moved", "received") else None
+        )
+        cotangent_in = (
+            results[0].cotangent_in if facts.copies_of_operand == "one" else None
+        )
         demand = demand._replace(used_in=used_in, cotangent_in=cotangent_in)
     return [demand] * len(eqn.invars)
 
 
 def _is_cast(eqn: JaxprEqn) -> bool:
-    """Return whether an equation rounds a float32 value to 16 bits, as the program asks."""
-    return eqn.primitive.name == "convert_element_type" and is_f32(eqn.invars[0]) and is_half(eqn.outvars[0])
+    """Return whether an equation rounds a float32 value to 16 bits, as the program
+    asks.
+    """
+    return (
+        eqn.primitive.name == "convert_element_type"
+        and is_f32(eqn.invars[0])
+        and is_half(eqn.outvars[0])
+    )
 
 
 def _are_activated(eqn: JaxprEqn, results: list[Demand]) -> bool:
-    return any(demand.is_activated and is_f32(v) for v, demand in zip(eqn.outvars, results, strict=True))
+    return any(
+        demand.is_activated and is_f32(v)
+        for v, demand in zip(eqn.outvars, results, strict=True)
+    )

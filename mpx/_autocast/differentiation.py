@@ -1,8 +1,9 @@
 """Tell autocast functions which parameters the gradient around them differentiates.
 
-JAX gives a gradient the dtype of its parameter. So `mpx.value_and_grad` differentiates with respect to float32 views of
-16-bit parameters, and hands the function the parameters themselves, made of the views. An autocast function that gets
-such a parameter takes the view instead, and no gradient is rounded on the way.
+JAX gives a gradient the dtype of its parameter. So `mpx.value_and_grad` differentiates
+with respect to float32 views of 16-bit parameters, and hands the function the
+parameters themselves, made of the views. An autocast function that gets such a
+parameter takes the view instead, and no gradient is rounded on the way.
 """
 
 import contextlib
@@ -31,8 +32,11 @@ class View:
 
     narrow: Any  # the parameter as the user has it, in 16 bits or in float32
     wide: Any
-    gradient_in: np.dtype | None = None  # the 16-bit dtype that its gradient is rounded to, if it may be early
-    # One entry for each autocast function that took it: the 16-bit dtype that this function rounds its gradient to.
+    gradient_in: np.dtype | None = (
+        None  # the 16-bit dtype that its gradient is rounded to, if it may be early
+    )
+    # One entry for each autocast function that took it: the 16-bit dtype that this
+    # function rounds its gradient to.
     rounded_to: list[np.dtype | None] = dataclasses.field(default_factory=list)
 
 
@@ -40,39 +44,52 @@ class View:
 class Differentiation:
     """The gradient that is being computed."""
 
-    require_scale: Callable[[], None]  # raises if float16 needs a loss scale and has none
+    require_scale: Callable[
+        [], None
+    ]  # raises if float16 needs a loss scale and has none
     views: dict[int, View]  # by ids of the narrow arrays, of outer gradients too
-    # What got cotangents, found in the backward pass: autocast functions, at arguments without a view, and parameters
-    # in 16 bits, with the dtype.
+    # What got cotangents, found in the backward pass: autocast functions, at arguments
+    # without a view, and parameters in 16 bits, with the dtype.
     functions: set[str] = dataclasses.field(default_factory=set)
     parameters: dict[str, np.dtype] = dataclasses.field(default_factory=dict)
 
     def warn(self, trace: Callable[[], Any]) -> None:
-        """Warn if a parameter in 16 bits goes into an autocast function at an argument without a view.
+        """Warn if a parameter in 16 bits goes into an autocast function at an argument
+        without a view.
 
         `trace` returns the program, and is called only if that may be.
         """
         if not (self.functions and self.parameters):
             return
-        pairs = sorted((name, function) for name, function in _sources(trace()) if name in self.parameters)
+        pairs = sorted(
+            (name, function)
+            for name, function in _sources(trace())
+            if name in self.parameters
+        )
         if not pairs:
             return
         names = list(dict.fromkeys(name for name, _ in pairs))
         _errors.warn(
-            f"`value_and_grad`: gradients are rounded to {self.parameters[names[0]]}, because the autocast function "
-            f"`{min(function for _, function in pairs)}` does not get the parameters themselves (of arguments: "
-            f"{_errors.listed(names, 3)}): a `jax.checkpoint`, a solver or a `jax.jit` around a part of the loss "
-            "hides them, or the loss takes parts of them, casts them or computes with them first. Put `autocast` "
-            "around the whole loss, and the transformation inside of it."
+            f"`value_and_grad`: gradients are rounded to {self.parameters[names[0]]},"
+            f" because the autocast function `{min(function for _, function in pairs)}`"
+            " does not get the parameters themselves (of arguments:"
+            f" {_errors.listed(names, 3)}): a `jax.checkpoint`, a solver or a `jax.jit`"
+            " around a part of the loss hides them, or the loss takes parts of them,"
+            " casts them or computes with them first. Put `autocast` around the whole"
+            " loss, and the transformation inside of it."
         )
 
 
-_CURRENT: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar("differentiation", default=None)
+_CURRENT: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVar(
+    "differentiation", default=None
+)
 
 
 @contextlib.contextmanager
 def differentiating(require_scale: Callable[[], None]) -> Iterator[Differentiation]:
-    """Let autocast functions that run inside take the views that are added, and note those that get others."""
+    """Let autocast functions that run inside take the views that are added, and note
+    those that get others.
+    """
     outer = _CURRENT.get()
     current = Differentiation(require_scale, dict(outer.views) if outer else {})
     token = _CURRENT.set(current)
@@ -83,23 +100,40 @@ def differentiating(require_scale: Callable[[], None]) -> Iterator[Differentiati
 
 
 def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[Any]]:
-    """Return the views of arguments of an autocast function that have one, and the arguments that it runs on."""
+    """Return the views of arguments of an autocast function that have one, and the
+    arguments that it runs on.
+    """
     views = current.views if (current := _CURRENT.get()) else {}
     is_mixed = any(view.narrow is not view.wide for view in views.values())
-    # Tracers of 16 bits are watched without a gradient too: a `jax.jit` traced now may be differentiated later.
-    is_watched = lambda x: isinstance(x, Tracer) and (_trees.is_floating if is_mixed else _trees.is_narrower)(x)
+
+    # Tracers of 16 bits are watched without a gradient too: a `jax.jit` traced now may
+    # be differentiated later.
+    def is_watched(x):
+        return isinstance(x, Tracer) and (
+            _trees.is_floating if is_mixed else _trees.is_narrower
+        )(x)
+
     found = [views.get(id(leaf)) for leaf in leaves]
-    watched = lambda x: _watched.bind(x, function=name) if is_watched(x) else x
-    return found, [view.wide if view else watched(x) for x, view in zip(leaves, found, strict=True)]
+
+    def watched(x):
+        return _watched.bind(x, function=name) if is_watched(x) else x
+
+    return found, [
+        view.wide if view else watched(x) for x, view in zip(leaves, found, strict=True)
+    ]
 
 
 def parameter(wide: Any, dtype: np.dtype | None, name: str) -> Any:
-    """Return the parameter of a view. A cotangent that comes back to it, and not to the view, is noted."""
+    """Return the parameter of a view. A cotangent that comes back to it, and not to the
+    view, is noted.
+    """
     is_wide = dtype is not None and wide.dtype != dtype
     return _watched.bind(wide.astype(dtype), parameter=name) if is_wide else wide
 
 
-def _note(cotangent: Any, _: Any, function: str = "", parameter: str | None = None) -> list[Any]:
+def _note(
+    cotangent: Any, _: Any, function: str = "", parameter: str | None = None
+) -> list[Any]:
     if (current := _CURRENT.get()) and parameter is not None:
         current.parameters[parameter] = cotangent.dtype
     elif current:
@@ -111,67 +145,113 @@ _watched = Primitive("cotangent_watched")
 _watched.def_impl(lambda x, **_: x)
 _watched.def_abstract_eval(lambda x, **_: x)
 ad.deflinear2(_watched, _note)
-batching.primitive_batchers[_watched] = lambda x, at, **params: (_watched.bind(*x, **params), at[0])
+batching.primitive_batchers[_watched] = lambda x, at, **params: (
+    _watched.bind(*x, **params),
+    at[0],
+)
 mlir.register_lowering(_watched, lambda _, x, **__: [x])
 
 
 def _sources(program: Any) -> set[tuple[str, str]]:
-    """Return which parameters go into which autocast functions at arguments without a view, as pairs of names."""
+    """Return which parameters go into which autocast functions at arguments without a
+    view, as pairs of names.
+    """
     found: set[tuple[str, str]] = set()
 
     def rule(eqn: JaxprEqn, operands: list[frozenset[str]]) -> Sequence[frozenset[str]]:
         names = frozenset[str]().union(*operands)
         if eqn.primitive is _watched:
-            found.update((name, eqn.params["function"]) for name in names if "function" in eqn.params)
-            return [names | {eqn.params["parameter"]} if "parameter" in eqn.params else names]
+            found.update(
+                (name, eqn.params["function"])
+                for name in names
+                if "function" in eqn.params
+            )
+            return [
+                (
+                    names | {eqn.params["parameter"]}
+                    if "parameter" in eqn.params
+                    else names
+                )
+            ]
         if is_call(eqn) or eqn.primitive.name == "cond":
             inside = propagate_inside(eqn, operands, rule, lambda _: frozenset())
             return [frozenset().union(*of_branches) for of_branches in inside]
         for inner in map(open_jaxpr, jex_core.jaxprs_in_params(eqn.params)):
-            names = names.union(*propagate(inner, [names] * len(inner.invars), rule, lambda _: frozenset()))
+            names = names.union(
+                *propagate(
+                    inner, [names] * len(inner.invars), rule, lambda _: frozenset()
+                )
+            )
         return [names] * len(eqn.outvars)
 
-    propagate(program, [frozenset()] * len(open_jaxpr(program).invars), rule, lambda _: frozenset())
+    propagate(
+        program,
+        [frozenset()] * len(open_jaxpr(program).invars),
+        rule,
+        lambda _: frozenset(),
+    )
     return found
 
 
 def view_of(leaf: Any) -> Any:
-    """Return the float32 view that an outer gradient has of a parameter, or else the leaf itself."""
+    """Return the float32 view that an outer gradient has of a parameter, or else the
+    leaf itself.
+    """
     current = _CURRENT.get()
-    return current.views[id(leaf)].wide if current and id(leaf) in current.views else leaf
+    return (
+        current.views[id(leaf)].wide if current and id(leaf) in current.views else leaf
+    )
 
 
 def needing_a_scale(values: list[Any], name: str) -> list[Any]:
-    """Return the results of a float16 function unchanged; to differentiate them needs a loss scale, or warns."""
+    """Return the results of a float16 function unchanged; to differentiate them needs a
+    loss scale, or warns.
+    """
 
     def with_warning(primals, tangents):
         if current := _CURRENT.get():
             current.require_scale()
         else:
             _errors.warn(
-                f"`autocast`: `{name}` computes in float16 and is differentiated without a loss scale, so gradients "
-                "below 6e-8 become zero. Differentiate it with `mpx.value_and_grad(fun, "
-                "mpx.get_loss_scale(opt_state))`. If your caller calls `jax.grad`, two settings belong together: "
-                "`autocast(..., loss_scale=mpx.StaticLossScale(2.0**12))`, which scales and unscales, and "
-                "`mixed_precision(..., loss_scale=mpx.NoOpLossScale())`, which must not unscale again. If it scales "
-                "the loss itself, as Flax's `DynamicScale` does, or wants no scale, both are `mpx.NoOpLossScale()`."
+                f"`autocast`: `{name}` computes in float16 and is differentiated"
+                " without a loss scale, so gradients below 6e-8 become zero."
+                " Differentiate it with `mpx.value_and_grad(fun,"
+                " mpx.get_loss_scale(opt_state))`. If your caller calls `jax.grad`,"
+                " two settings belong together: `autocast(...,"
+                " loss_scale=mpx.StaticLossScale(2.0**12))`, which scales and"
+                " unscales, and `mixed_precision(...,"
+                " loss_scale=mpx.NoOpLossScale())`, which must not unscale again. If"
+                " it scales the loss itself, as Flax's `DynamicScale` does, or wants"
+                " no scale, both are `mpx.NoOpLossScale()`."
             )
         return primals[0], tangents[0]
 
     identity = jax.custom_jvp(lambda values: values)
     identity.defjvp(with_warning)
-    numbers, put = _trees.partition_leaves(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
+    numbers, put = _trees.partition_leaves(
+        values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    )
     return put(identity(numbers))
 
 
 def with_cotangents_times(arrays: list[Any], factor: ArrayLike) -> list[Any]:
     """Return the arrays, whose cotangents are multiplied by a number in float32.
 
-    The rule is one of reverse mode alone: tangents would have to be multiplied too, which only shrinks them in float16.
+    The rule is one of reverse mode alone: tangents would have to be multiplied too,
+    which only shrinks them in float16.
     """
     identity = jax.custom_vjp(lambda arrays: arrays)
-    multiplied = lambda x: (_trees.at_least_float32(x) * factor).astype(x.dtype)
-    identity.defvjp(lambda arrays: (arrays, None), lambda _, cotangents: (jax.tree.map(multiplied, cotangents),))
-    is_number = lambda x: jnp.issubdtype(x.dtype, jnp.inexact) and not isinstance(x, jax.Ref)
+
+    def multiplied(x):
+        return (_trees.at_least_float32(x) * factor).astype(x.dtype)
+
+    identity.defvjp(
+        lambda arrays: (arrays, None),
+        lambda _, cotangents: (jax.tree.map(multiplied, cotangents),),
+    )
+
+    def is_number(x):
+        return jnp.issubdtype(x.dtype, jnp.inexact) and not isinstance(x, jax.Ref)
+
     numbers, put = _trees.partition_leaves(arrays, is_number)
     return put(identity(numbers))

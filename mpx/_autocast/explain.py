@@ -40,8 +40,8 @@ class Row:
         shapes: the operands' shapes.
         runs_in: the dtype or algorithm.
         reason: why it is not the precision asked for; empty if it is.
-        count: how often they run in one call of the function. A `while` loop counts as one iteration; every branch of
-            a `cond` counts.
+        count: how often they run in one call of the function. A `while` loop counts as
+            one iteration; every branch of a `cond` counts.
         flops: floating-point operations of all runs together.
     """
 
@@ -59,10 +59,13 @@ class Explanation(_tables.Result):
     """The table that `explain` returns. `print` shows it.
 
     Attributes:
-        contractions: the matrix products and convolutions, narrowed or not, in the order of the program.
-        others: how many other floating-point operations run; float32 ones, if no table of the user's narrows them.
+        contractions: the matrix products and convolutions, narrowed or not, in the
+            order of the program.
+        others: how many other floating-point operations run; float32 ones, if no table
+            of the user's narrows them.
         asked_for: the precision asked for, such as `bf16` or `fp8`.
-        wide_gradients: why gradients of weights are unrounded float32 sums (`reduce_dtype`); empty if they are not.
+        wide_gradients: why gradients of weights are unrounded float32 sums
+            (`reduce_dtype`); empty if they are not.
     """
 
     contractions: tuple[Row, ...]
@@ -72,17 +75,25 @@ class Explanation(_tables.Result):
 
     @property
     def narrowed_share(self) -> float:
-        """The share of the contractions' FLOPs that run narrowed, FP8 included, from 0 to 1; NaN if there are none."""
+        """The share of the contractions' FLOPs that run narrowed, FP8 included, from 0
+        to 1; NaN if there are none.
+        """
         return self._share(lambda row: not _WIDE.issuperset(row.runs_in.split()))
 
     @property
     def fp8_share(self) -> float:
-        """The share of the contractions' FLOPs that run in 8-bit floats, from 0 to 1; NaN if there are none."""
+        """The share of the contractions' FLOPs that run in 8-bit floats, from 0 to 1;
+        NaN if there are none.
+        """
         return self._share(lambda row: row.runs_in == FP8.name)
 
     def _share(self, counts: Callable[[Row], bool]) -> float:
         total = sum(row.flops for row in self.contractions)
-        return sum(row.flops for row in self.contractions if counts(row)) / total if total else math.nan
+        return (
+            sum(row.flops for row in self.contractions if counts(row)) / total
+            if total
+            else math.nan
+        )
 
     def _parts(self) -> Iterator[_tables.Table]:
         share = "of no FLOPs" if self.contractions else "none"
@@ -93,30 +104,49 @@ class Explanation(_tables.Result):
         if self.others:
             share += f"; {self.others:,} other operations"
         if self.wide_gradients:
-            share += f"; gradients of weights are float32 sums, because {self.wide_gradients}"
+            share += (
+                "; gradients of weights are float32 sums, because"
+                f" {self.wide_gradients}"
+            )
         lines = [("where", "operation", "operands", "runs in", "why", "count", "FLOPs")]
         for r in self.contractions:
             why = r.reason or "narrowed"
-            lines.append((r.where, r.operations, r.shapes, r.runs_in, why, f"{r.count:,}", f"{r.flops:,}"))
+            lines.append(
+                (
+                    r.where,
+                    r.operations,
+                    r.shapes,
+                    r.runs_in,
+                    why,
+                    f"{r.count:,}",
+                    f"{r.flops:,}",
+                )
+            )
         if not any(row.reason for row in self.contractions):
-            lines = [(*line[:4], *line[5:]) for line in lines]  # the title says that all are narrowed
+            lines = [
+                (*line[:4], *line[5:]) for line in lines
+            ]  # the title says that all are narrowed
         yield _tables.Table(f"Contractions: {share}", lines, right=(-1, -2))
 
 
 def explain(
     fun: Callable[..., Any], policy_or_dtype: Policy | Fp8 | DTypeLike | None = None
 ) -> Callable[..., Explanation]:
-    """Explain what `autocast` does to a function: which contractions it narrows, which it keeps and why, line by line.
+    """Explain what `autocast` does to a function: which contractions it narrows, which
+    it keeps and why, line by line.
 
-    Nothing runs. Explain a gradient (`explain(jax.grad(loss), policy)`) to see the backward pass too.
+    Nothing runs. Explain a gradient (`explain(jax.grad(loss), policy)`) to see the
+    backward pass too.
 
     Args:
         fun: a function, or one that `autocast` returned.
-        policy_or_dtype: as for `autocast`; None for a function that `autocast` returned.
+        policy_or_dtype: as for `autocast`; None for a function that `autocast`
+            returned.
 
     Returns:
-        A function that takes the arguments of `fun`, or their shapes (`jax.ShapeDtypeStruct`), and returns an
-        `Explanation`: source lines with FLOPs, which `print` shows as a table.
+        A function that takes the arguments of `fun`, or their shapes
+        (`jax.ShapeDtypeStruct`), and returns an `Explanation`: source lines with FLOPs,
+        which `print` shows as a table.
 
     Raises:
         ValueError: if a policy is missing, or given for a function that has its own.
@@ -124,25 +154,38 @@ def explain(
     Example:
         >>> loss = lambda w, x: jax.nn.log_softmax(x @ w).sum()
         >>> explanation = explain(loss, "bf16")(jnp.ones((64, 8)), jnp.ones((4, 64)))
-        >>> [(row.operations, row.shapes, row.runs_in, row.flops) for row in explanation.contractions]
+        >>> [
+        ...     (row.operations, row.shapes, row.runs_in, row.flops)
+        ...     for row in explanation.contractions
+        ... ]
         [('dot_general', 'f32[4,64] f32[64,8]', 'bf16', 4096)]
         >>> explanation.narrowed_share
         1.0
     """
     record = autocast_of(fun)
     if record is not None and policy_or_dtype is not None:
-        raise ValueError("`explain` takes no policy for a function that `autocast` returned: it has its own.")
+        raise ValueError(
+            "`explain` takes no policy for a function that `autocast` returned: it has"
+            " its own."
+        )
     if record is None:
         if policy_or_dtype is None:
             raise ValueError(
-                "`explain` needs a policy or a dtype for a function that `autocast` did not return, such as "
-                "`mpx.explain(fun, 'bf16')`, or `--policy bf16` on the command line."
+                "`explain` needs a policy or a dtype for a function that `autocast` did"
+                " not return, such as `mpx.explain(fun, 'bf16')`, or `--policy bf16` on"
+                " the command line."
             )
-        record = make_autocast(fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, reduce_dtype=None)
+        record = make_autocast(
+            fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, reduce_dtype=None
+        )
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        found = _summed(walk(record.trace(args, kwargs).plan.steps), record.settings.precision.name)
-        return dataclasses.replace(found, wide_gradients=_why_wide_gradients(record.settings))
+        found = _summed(
+            walk(record.trace(args, kwargs).plan.steps), record.settings.precision.name
+        )
+        return dataclasses.replace(
+            found, wide_gradients=_why_wide_gradients(record.settings)
+        )
 
     return explained
 
@@ -152,37 +195,58 @@ def _why_wide_gradients(settings: Settings) -> str:
         return ""
     if settings.reduce_dtype is not None:
         return "`reduce_dtype` is float32"
-    return f"{jax.device_count()} devices are in sight; on one they are rounded to {settings.precision.name}"
+    return (
+        f"{jax.device_count()} devices are in sight; on one they are rounded to"
+        f" {settings.precision.name}"
+    )
 
 
 def _summed(steps: Iterable[PlacedStep], asked_for: str) -> Explanation:
     """Add up the steps of each line that run in the same precision."""
-    contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(
+        lambda: [0, 0]
+    )
     others = 0
     for step, times, outer in steps:
         eqn = step.eqn
         if facts_of(eqn).contraction:
             shapes = " ".join(map(_shape, eqn.invars[:2]))
-            found = contractions[line_of(eqn, outer), eqn.primitive.name, shapes, _runs_in(step), step.reason or ""]
+            found = contractions[
+                line_of(eqn, outer),
+                eqn.primitive.name,
+                shapes,
+                _runs_in(step),
+                step.reason or "",
+            ]
             found[0] += times
             found[1] += times * contraction.flops(eqn)
         elif _is_arithmetic(eqn):
             others += times
-    return Explanation(tuple(Row(*key, *numbers) for key, numbers in contractions.items()), others, asked_for)
+    return Explanation(
+        tuple(Row(*key, *numbers) for key, numbers in contractions.items()),
+        others,
+        asked_for,
+    )
 
 
 def _is_arithmetic(eqn: JaxprEqn) -> bool:
     operands = [*eqn.invars, *eqn.outvars]
     has_floats = any(jnp.issubdtype(dtype_of(v), jnp.floating) for v in operands)
     is_moved = DEFAULT_RULES.get(eqn.primitive.name) == "follow"
-    return has_floats and not is_moved and all(hasattr(v.aval, "size") for v in operands)
+    return (
+        has_floats and not is_moved and all(hasattr(v.aval, "size") for v in operands)
+    )
 
 
 def _runs_in(step: Step) -> str:
     if step.precision is not None and step.action != "map":
         return step.precision.name
-    dtypes = {dtype_of(v) for v in step.eqn.invars if jnp.issubdtype(dtype_of(v), jnp.inexact)}
-    return " ".join(sorted(_SHORT.get(str(dtype), str(dtype)) for dtype in dtypes)) or "-"
+    dtypes = {
+        dtype_of(v) for v in step.eqn.invars if jnp.issubdtype(dtype_of(v), jnp.inexact)
+    }
+    return (
+        " ".join(sorted(_SHORT.get(str(dtype), str(dtype)) for dtype in dtypes)) or "-"
+    )
 
 
 def _shape(v: Any) -> str:
@@ -191,8 +255,12 @@ def _shape(v: Any) -> str:
 
 
 def line_of(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:
-    """Return the line of the user's code for an operation, or for the nearest operation around it that has one."""
-    return next(filter(None, map(_users_line, (eqn, *outer))), None) or source_info_util.summarize(eqn.source_info)
+    """Return the line of the user's code for an operation, or for the nearest operation
+    around it that has one.
+    """
+    return next(
+        filter(None, map(_users_line, (eqn, *outer))), None
+    ) or source_info_util.summarize(eqn.source_info)
 
 
 def _users_line(eqn: JaxprEqn) -> str | None:
@@ -200,7 +268,9 @@ def _users_line(eqn: JaxprEqn) -> str | None:
     frames = getattr(eqn.source_info.traceback, "frames", ())
     for frame in frames:
         path = pathlib.Path(frame.file_name)
-        if not {"site-packages", "dist-packages"} & set(path.parts) and not path.is_relative_to(_OWN_FOLDER):
+        if not {"site-packages", "dist-packages"} & set(
+            path.parts
+        ) and not path.is_relative_to(_OWN_FOLDER):
             return f"{_short_path(path)}:{frame.line_num} ({frame.function_name.rsplit('.<locals>.')[-1]})"
     return None
 

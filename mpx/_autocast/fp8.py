@@ -1,8 +1,10 @@
-"""Matrix products of 8-bit floats: which contractions use them, and how one runs forward and backward.
+"""Matrix products of 8-bit floats: which contractions use them, and how one runs
+forward and backward.
 
-Operands are rounded to 8 bits, the codes are multiplied, and the result is multiplied by the inverses of both scales.
-An operand that the program computes is rounded to bfloat16 first, because it is read twice: once for its largest
-magnitude, once to be rounded to 8 bits.
+Operands are rounded to 8 bits, the codes are multiplied, and the result is multiplied
+by the inverses of both scales. An operand that the program computes is rounded to
+bfloat16 first, because it is read twice: once for its largest magnitude, once to be
+rounded to 8 bits.
 """
 
 import functools
@@ -23,8 +25,9 @@ from mpx._shardings import entries_of, explicit_sharding, in_auto
 
 _MULTIPLE = 16  # cuBLAS asks for sizes that are multiples of it
 _NO_SECOND_DERIVATIVE = (
-    "`autocast`: the gradient of a product of 8-bit floats has no derivative. For a second derivative put autocast "
-    "around the inner gradient, `mpx.autocast(jax.grad(...), 'fp8')`, or use 'bf16'."
+    "`autocast`: the gradient of a product of 8-bit floats has no derivative. For a"
+    " second derivative put autocast around the inner gradient,"
+    " `mpx.autocast(jax.grad(...), 'fp8')`, or use 'bf16'."
 )
 
 
@@ -52,7 +55,8 @@ class Operand(NamedTuple):
     """An operand in memory."""
 
     numbers: jax.Array
-    # Same absolute maximum as `numbers`, read where they are computed, so that XLA can fuse the reduction.
+    # Same absolute maximum as `numbers`, read where they are computed, so that XLA can
+    # fuse the reduction.
     measured: jax.Array
 
 
@@ -72,50 +76,88 @@ def run_in_8_bits(
 ) -> jax.Array:
     """Return the bfloat16 product of two float32 operands.
 
-    `wide` says which operands get a float32 gradient. `in_memory` has the dtype that each operand has in memory, or is
-    written in.
+    `wide` says which operands get a float32 gradient. `in_memory` has the dtype that
+    each operand has in memory, or is written in.
     """
     (lhs_contracting, rhs_contracting), _ = eqn.params["dimension_numbers"]
     lhs_outer, rhs_outer = (
-        _others(x.ndim, axes) for x, axes in zip(operands, (lhs_contracting, rhs_contracting), strict=True)
+        _others(x.ndim, axes)
+        for x, axes in zip(operands, (lhs_contracting, rhs_contracting), strict=True)
     )
     from_lhs = range(len(lhs_outer))  # axes of the result
     from_rhs = range(len(lhs_outer), len(lhs_outer) + len(rhs_outer))
     forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
     on_mesh = explicit_sharding(operands[0]) or explicit_sharding(operands[1])
     result: Any = eqn.outvars[0].aval
-    specs = [entries_of(x.sharding.spec, x.ndim) for x in (*map(jax.typeof, operands), result)]
+    specs = [
+        entries_of(x.sharding.spec, x.ndim)
+        for x in (*map(jax.typeof, operands), result)
+    ]
 
-    def product(a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any = RESULTS) -> jax.Array:
+    def product(
+        a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any = RESULTS
+    ) -> jax.Array:
         multiply = functools.partial(_product, contracted=contracted, dtype=dtype)
-        if on_mesh is not None:  # sums over devices have no type yet: XLA places what is inside
-            multiply = in_auto(multiply, on_mesh.mesh, NamedSharding(on_mesh.mesh, PartitionSpec(*spec)))
+        if (
+            on_mesh is not None
+        ):  # sums over devices have no type yet: XLA places what is inside
+            multiply = in_auto(
+                multiply,
+                on_mesh.mesh,
+                NamedSharding(on_mesh.mesh, PartitionSpec(*spec)),
+            )
         return multiply(a, b)
 
     def coded(x: jax.Array, dtype: np.dtype) -> Codes:
         return _encoded(_written(x, dtype), forward)
 
     def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
-        left, right = (coded(x, dtype) for x, dtype in zip((lhs, rhs), in_memory, strict=True))
+        left, right = (
+            coded(x, dtype) for x, dtype in zip((lhs, rhs), in_memory, strict=True)
+        )
         typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
-        return product(left, right, (lhs_contracting, rhs_contracting), specs[2]), (left, right, typed)
+        return product(left, right, (lhs_contracting, rhs_contracting), specs[2]), (
+            left,
+            right,
+            typed,
+        )
 
-    def backward_pass(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # JAX would differentiate the roundings, with 8-bit cotangents that have no scale.
-        (left, right, typed), cotangent = not_differentiable((residuals, cotangent), _NO_SECOND_DERIVATIVE)
-        # XLA may fuse this maximum into the kernel that adds up columns for a bias's gradient.
-        of_columns = lax.optimization_barrier(_largest(cotangent, range(cotangent.ndim - 1)))
-        g = _encoded(Operand(_written(cotangent, RESULTS).numbers, of_columns), backward)
+    def backward_pass(
+        residuals: Any, cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        # JAX would differentiate the roundings, with 8-bit cotangents that have no
+        # scale.
+        (left, right, typed), cotangent = not_differentiable(
+            (residuals, cotangent), _NO_SECOND_DERIVATIVE
+        )
+        # XLA may fuse this maximum into the kernel that adds up columns for a bias's
+        # gradient.
+        of_columns = lax.optimization_barrier(
+            _largest(cotangent, range(cotangent.ndim - 1))
+        )
+        g = _encoded(
+            Operand(_written(cotangent, RESULTS).numbers, of_columns), backward
+        )
         # Contracted axes come out in the order of the other operand.
         lhs_axes = (*lhs_outer, *_in_order_of(rhs_contracting, lhs_contracting))
         rhs_axes = (*_in_order_of(lhs_contracting, rhs_contracting), *rhs_outer)
         lhs_spec, rhs_spec = (
-            [spec[axis] for axis in axes] for spec, axes in zip(specs, (lhs_axes, rhs_axes), strict=False)
+            [spec[axis] for axis in axes]
+            for spec, axes in zip(specs, (lhs_axes, rhs_axes), strict=False)
         )
-        of_lhs = product(g, right, (from_rhs, rhs_outer), lhs_spec, _gradient_dtype(wide[0]))
-        of_rhs = product(left, g, (lhs_outer, from_lhs), rhs_spec, _gradient_dtype(wide[1]))
-        gradients = lax.transpose(of_lhs, _places(lhs_axes)), lax.transpose(of_rhs, _places(rhs_axes))
-        for_lhs, for_rhs = (g.astype(like.dtype) for g, like in zip(gradients, typed, strict=True))
+        of_lhs = product(
+            g, right, (from_rhs, rhs_outer), lhs_spec, _gradient_dtype(wide[0])
+        )
+        of_rhs = product(
+            left, g, (lhs_outer, from_lhs), rhs_spec, _gradient_dtype(wide[1])
+        )
+        gradients = (
+            lax.transpose(of_lhs, _places(lhs_axes)),
+            lax.transpose(of_rhs, _places(rhs_axes)),
+        )
+        for_lhs, for_rhs = (
+            g.astype(like.dtype) for g, like in zip(gradients, typed, strict=True)
+        )
         return for_lhs, for_rhs
 
     differentiable = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
@@ -126,24 +168,36 @@ def run_in_8_bits(
 def _written(x: jax.Array, dtype: np.dtype) -> Operand:
     """Write an operand to memory in a dtype, if it is not there yet.
 
-    Without the barrier XLA would write it in float32 between the two passes that read it, and would give everything
-    around a weight the layout that the product wants.
+    Without the barrier XLA would write it in float32 between the two passes that read
+    it, and would give everything around a weight the layout that the product wants.
     """
     narrow = lax.convert_element_type(x, dtype)
     return Operand(lax.optimization_barrier(narrow), narrow)
 
 
-def _product(a: Codes, b: Codes, contracted: tuple[Sequence[int], Sequence[int]], dtype: Any = RESULTS) -> jax.Array:
+def _product(
+    a: Codes,
+    b: Codes,
+    contracted: tuple[Sequence[int], Sequence[int]],
+    dtype: Any = RESULTS,
+) -> jax.Array:
     """Multiply codes, then multiply the result by the inverses of the scales.
 
-    In this form XLA multiplies 8-bit floats on a GPU, with Triton and with cuBLAS. If the operands were scaled before
-    the product, Triton (the default) would skip the rounding and multiply bfloat16.
+    In this form XLA multiplies 8-bit floats on a GPU, with Triton and with cuBLAS. If
+    the operands were scaled before the product, Triton (the default) would skip the
+    rounding and multiply bfloat16.
     """
-    product = lax.dot_general(a.codes, b.codes, (contracted, ((), ())), preferred_element_type=dtype)
-    # Powers of two are exact in any dtype, except for subnormal results; XLA multiplies in the product's kernel. The
-    # smaller factor first, or the intermediate result might overflow.
+    product = lax.dot_general(
+        a.codes, b.codes, (contracted, ((), ())), preferred_element_type=dtype
+    )
+    # Powers of two are exact in any dtype, except for subnormal results; XLA multiplies
+    # in the product's kernel. The smaller factor first, or the intermediate result
+    # might overflow.
     inverses = a.inverse_scale, b.inverse_scale
-    small, large = (lax.convert_element_type(f(*inverses), dtype) for f in (jnp.minimum, jnp.maximum))
+    small, large = (
+        lax.convert_element_type(f(*inverses), dtype)
+        for f in (jnp.minimum, jnp.maximum)
+    )
     return product * small * large
 
 
@@ -152,7 +206,9 @@ def _gradient_dtype(is_wide: bool) -> Any:
 
 
 def _in_order_of(other: Sequence[int], axes: Sequence[int]) -> list[int]:
-    """Return contracted axes in the order of their partners, the axes `other` of the other operand."""
+    """Return contracted axes in the order of their partners, the axes `other` of the
+    other operand.
+    """
     return [axis for _, axis in sorted(zip(other, axes, strict=True))]
 
 
@@ -164,17 +220,22 @@ def _places(axes: Sequence[int]) -> list[int]:
 def _encoded(operand: Operand, dtype: np.dtype) -> Codes:
     """Round an operand to 8 bits."""
     largest = _largest(operand.measured, range(operand.measured.ndim))
-    axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))  # of the mesh, inside a shard map
+    axes = tuple(
+        sorted(jax.typeof(largest).manual_axis_type.varying)
+    )  # of the mesh, inside a shard map
     largest = lax.pmax(largest, axes) if axes else largest
     exponent = scale_exponents(lax.bitcast_convert_type(largest, np.int32), dtype)
-    scaled = lax.convert_element_type(operand.numbers, np.float32) * power_of_two(exponent)
+    scaled = lax.convert_element_type(operand.numbers, np.float32) * power_of_two(
+        exponent
+    )
     return Codes(lax.convert_element_type(scaled, dtype), power_of_two(-exponent))
 
 
 def _largest(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Return the largest finite magnitude along `axes`, in float32.
 
-    Infinities and NaN stay in 8 bits and spoil only their own rows: other rows keep their numbers.
+    Infinities and NaN stay in 8 bits and spoil only their own rows: other rows keep
+    their numbers.
     """
     magnitude = jnp.abs(lax.stop_gradient(x)).astype(np.float32)
     return jnp.max(jnp.where(magnitude < np.inf, magnitude, 0), axis=tuple(axes))

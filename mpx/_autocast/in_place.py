@@ -1,7 +1,9 @@
-"""Flax NNX modules among the arguments of a function, which change in place: batch statistics, random streams.
+"""Flax NNX modules among the arguments of a function, which change in place: batch
+statistics, random streams.
 
-Functions run on copies of their arguments, with float32 arrays in place of 16-bit ones. What a copy of a module has
-after the function goes back to the module. Other objects stay as they were, as under `jax.jit`.
+Functions run on copies of their arguments, with float32 arrays in place of 16-bit ones.
+What a copy of a module has after the function goes back to the module. Other objects
+stay as they were, as under `jax.jit`.
 """
 
 import dataclasses
@@ -18,54 +20,88 @@ from mpx._finite import select_tree
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A copy of arguments with other leaves. Its modules share variables and modules as those of the arguments do."""
+    """A copy of arguments with other leaves. Its modules share variables and modules as
+    those of the arguments do.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    arrays: Mapping[Any, Any]  # of the modules, before a function changes them; by paths
+    arrays: Mapping[
+        Any, Any
+    ]  # of the modules, before a function changes them; by paths
 
     def changes(self, are_wanted: Any = True) -> Any:
-        """Return the state of what modules have now and did not have before, and the paths of what they lost; or None.
+        """Return the state of what modules have now and did not have before, and the
+        paths of what they lost; or None.
 
-        If `are_wanted`, a scalar, is false, arrays are as before. A new variable, or an array of a new shape, stays.
+        If `are_wanted`, a scalar, is false, arrays are as before. A new variable, or an
+        array of a new shape, stays.
         """
         now = _state_of((self.args, self.kwargs))
         lost = self.arrays.keys() - dict(now).keys()
-        new = [(path, leaf) for path, leaf in now if _array_of(leaf) is not self.arrays.get(path)]
+        new = [
+            (path, leaf)
+            for path, leaf in now
+            if _array_of(leaf) is not self.arrays.get(path)
+        ]
         if are_wanted is not True:
             new = [(path, self._selected(path, leaf, are_wanted)) for path, leaf in new]
-        return (_nnx().from_flat_state(new), sorted(lost, key=str)) if new or lost else None
+        return (
+            (_nnx().from_flat_state(new), sorted(lost, key=str))
+            if new or lost
+            else None
+        )
 
     def _selected(self, path: Any, leaf: Any, is_wanted: Any) -> Any:
         before, after = self.arrays.get(path), _array_of(leaf)
         is_new = jax.tree.map(jnp.shape, before) != jax.tree.map(jnp.shape, after)
-        return leaf if is_new else _with_array(leaf, select_tree(is_wanted, after, before))
+        return (
+            leaf if is_new else _with_array(leaf, select_tree(is_wanted, after, before))
+        )
 
 
-def copy_with(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Copy:
-    """Return a copy of arguments with these leaves. A variable that occurs twice takes the first of its leaves."""
-    copied = jax.tree.unflatten(jax.tree.structure((args, kwargs)), leaves)  # a shared variable is two variables in it
+def copy_with(
+    args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+) -> Copy:
+    """Return a copy of arguments with these leaves. A variable that occurs twice takes
+    the first of its leaves.
+    """
+    copied = jax.tree.unflatten(
+        jax.tree.structure((args, kwargs)), leaves
+    )  # a shared variable is two variables in it
     modules = _modules_of((args, kwargs))
     if modules:
         nnx, new = _nnx(), dict(_state_of(copied))
         graph, state = nnx.split(modules)
-        state = nnx.from_flat_state([(path, new[path]) for path, _ in nnx.to_flat_state(state)])
+        state = nnx.from_flat_state(
+            [(path, new[path]) for path, _ in nnx.to_flat_state(state)]
+        )
         rest = iter(nnx.merge(graph, state, copy=True))
-        copied = jax.tree.map(lambda x: next(rest) if _is_module(x) else x, copied, is_leaf=_is_module)
+        copied = jax.tree.map(
+            lambda x: next(rest) if _is_module(x) else x, copied, is_leaf=_is_module
+        )
     arrays = {path: _array_of(leaf) for path, leaf in _state_of(copied)}
     new_args, new_kwargs = copied
-    new_kwargs = {name: _own_or_new(kwargs[name], new) for name, new in new_kwargs.items()}
+    new_kwargs = {
+        name: _own_or_new(kwargs[name], new) for name, new in new_kwargs.items()
+    }
     return Copy(tuple(map(_own_or_new, args, new_args)), new_kwargs, arrays)
 
 
 def _own_or_new(old: Any, new: Any) -> Any:
-    """Return the caller's own object, such as a log, if its copy has no other arrays and no modules."""
-    is_same = all(x is y for x, y in zip(*map(jax.tree.leaves, (old, new)), strict=True))
+    """Return the caller's own object, such as a log, if its copy has no other arrays
+    and no modules.
+    """
+    is_same = all(
+        x is y for x, y in zip(*map(jax.tree.leaves, (old, new)), strict=True)
+    )
     return old if is_same and not _modules_of(old) else new
 
 
 def hand_back(arguments: Any, changes: Any) -> None:
-    """Write the changes of a copy into the modules among the arguments, in the dtypes of their arrays."""
+    """Write the changes of a copy into the modules among the arguments, in the dtypes
+    of their arrays.
+    """
     if changes is None:
         return
     (changes, lost), nnx, modules = changes, _nnx(), _modules_of(arguments)
@@ -75,7 +111,11 @@ def hand_back(arguments: Any, changes: Any) -> None:
     def as_stored(path: Any, leaf: Any) -> Any:
         after, before = _array_of(leaf), stored.get(path)
         are_numbers = _trees.is_floating(before) and _trees.is_floating(after)
-        return _with_array(leaf, after.astype(jnp.result_type(before))) if are_numbers else leaf
+        return (
+            _with_array(leaf, after.astype(jnp.result_type(before)))
+            if are_numbers
+            else leaf
+        )
 
     flat = [(path, as_stored(path, leaf)) for path, leaf in nnx.to_flat_state(changes)]
     nnx.update(modules, nnx.from_flat_state(flat))
@@ -84,7 +124,8 @@ def hand_back(arguments: Any, changes: Any) -> None:
 def require_unchanged(arguments: Any, changes: Any, results: Any) -> None:
     """Raise if variables changed, and the function does not return what they have now.
 
-    Parameters may have changed: a transformation of NNX inside replaces all arrays of a module, most by equal ones.
+    Parameters may have changed: a transformation of NNX inside replaces all arrays of a
+    module, most by equal ones.
     """
     if changes is None:
         return
@@ -97,9 +138,10 @@ def require_unchanged(arguments: Any, changes: Any, results: Any) -> None:
     ]
     if names:
         raise ValueError(
-            "`value_and_grad`: the function changes a Flax NNX model, and `jax.value_and_grad` would lose the change. "
-            "Use `mpx.value_and_grad(..., transform=nnx.value_and_grad)`, under `nnx.jit`. Changed: "
-            f"{', '.join(names)}."
+            "`value_and_grad`: the function changes a Flax NNX model, and"
+            " `jax.value_and_grad` would lose the change. Use `mpx.value_and_grad(...,"
+            " transform=nnx.value_and_grad)`, under `nnx.jit`. Changed:"
+            f" {', '.join(names)}."
         )
 
 

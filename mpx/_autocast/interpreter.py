@@ -1,4 +1,6 @@
-"""Run a plan: each equation as traced or in the compute dtype, at the source line where the user wrote it."""
+"""Run a plan: each equation as traced or in the compute dtype, at the source line where
+the user wrote it.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -34,7 +36,10 @@ def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
     program = open_jaxpr(plan.jaxpr)
     values = dict(zip(program.constvars, constants_of(plan.jaxpr), strict=True))
     values.update(zip(program.invars, operands, strict=True))
-    read = lambda v: v.val if is_literal(v) else values[v]
+
+    def read(v):
+        return v.val if is_literal(v) else values[v]
+
     run_plan = functools.partial(run, settings=settings)  # of programs inside
     kept: list[JaxprEqn] = []
     for step in plan.steps:
@@ -44,42 +49,63 @@ def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
         run_equations(program, kept, values)
         kept = []
         with with_source_of(step.eqn):
-            results = _ACTIONS[step.action](step, [read(v) for v in step.eqn.invars], run_plan, settings)
+            results = _ACTIONS[step.action](
+                step, [read(v) for v in step.eqn.invars], run_plan, settings
+            )
         values.update(zip(step.eqn.outvars, results, strict=True))
     run_equations(program, kept, values)
     return [read(v) for v in program.outvars]
 
 
-def _run_inside(step: Step, operands: list[Any], run: Run, settings: Settings) -> Sequence[Any]:
+def _run_inside(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> Sequence[Any]:
     return HANDLERS[step.eqn.primitive.name].run(step, operands, run, settings)
 
 
-def _run_narrowed(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:
+def _run_narrowed(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> list[Any]:
     eqn = step.eqn
     if facts_of(eqn).contraction:
         results = [_contracted(step, settings)(eqn, operands)]
     else:
-        narrow = [_narrowed(x, v, eqn, step.runs_in.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
+        narrow = [
+            _narrowed(x, v, eqn, step.runs_in.dtype)
+            for x, v in zip(operands, eqn.invars, strict=True)
+        ]
         results = eqn.primitive.bind(*narrow, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
     results = [_as_traced(x, v) for x, v in zip(results, eqn.outvars, strict=True)]
     return [rounding.kept(x, step.runs_in, on_gpu=step.is_read_wide) for x in results]
 
 
-def _run_if_mapped(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:
+def _run_if_mapped(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> list[Any]:
     result = mapped.product(step.eqn, operands, _contracted(step, settings))
     return [_as_traced(result, step.eqn.outvars[0])]
 
 
-def _run_transfer(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:
+def _run_transfer(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> list[Any]:
     wants_wide = settings.has_wide_gradients and not step.in_tags[0].is_product
-    return [contraction.transferred(step.eqn, operands[0], step.runs_in.dtype, wants_wide)]
+    return [
+        contraction.transferred(step.eqn, operands[0], step.runs_in.dtype, wants_wide)
+    ]
 
 
-def _run_with_rounded_cotangent(step: Step, operands: list[Any], run: Run, settings: Settings) -> list[Any]:
+def _run_with_rounded_cotangent(
+    step: Step, operands: list[Any], run: Run, settings: Settings
+) -> list[Any]:
     dtype = next(tag.representable_in for tag in step.in_tags if tag.is_product)
     assert dtype is not None, "a product is in a 16-bit dtype"
-    return [contraction.with_rounded_cotangent(step.eqn.primitive.bind(*operands, **step.eqn.params), dtype)]
+    return [
+        contraction.with_rounded_cotangent(
+            step.eqn.primitive.bind(*operands, **step.eqn.params), dtype
+        )
+    ]
 
 
 _ACTIONS: dict[str, Callable[[Step, list[Any], Run, Settings], Sequence[Any]]] = {
@@ -95,9 +121,14 @@ _ACTIONS: dict[str, Callable[[Step, list[Any], Run, Settings], Sequence[Any]]] =
 def _contracted(step: Step, settings: Settings) -> mapped.Narrow:
     """Return the function that runs a contraction in the compute dtype."""
     wants_wide = settings.has_wide_gradients and step.runs_in.is_narrow
-    wide = [wants_wide and tag.is_argument and is_f32(v) for v, tag in zip(step.eqn.invars, step.in_tags, strict=True)]
+    wide = [
+        wants_wide and tag.is_argument and is_f32(v)
+        for v, tag in zip(step.eqn.invars, step.in_tags, strict=True)
+    ]
     in_memory = [tag.in_memory or step.runs_in.dtype for tag in step.in_tags]
-    return lambda eqn, operands: contraction.run_narrowed(eqn, operands, step.runs_in, wide[:2], in_memory[:2])
+    return lambda eqn, operands: contraction.run_narrowed(
+        eqn, operands, step.runs_in, wide[:2], in_memory[:2]
+    )
 
 
 def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
@@ -106,7 +137,8 @@ def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
         return x
     result: Any = eqn.outvars[0].aval
     if facts_of(eqn).elementwise and np.ndim(x):
-        # Broadcast before rounding, so that the gradient of a bias is added up in float32.
+        # Broadcast before rounding, so that the gradient of a bias is added up in
+        # float32.
         x = jnp.broadcast_to(x, result.shape)
     return lax.convert_element_type(x, dtype)
 
@@ -115,4 +147,6 @@ def _as_traced(x: Any, v: Any) -> Any:
     """Return a result in the dtype it was traced with, weak or not."""
     if not v.aval.weak_type:
         return lax.convert_element_type(x, dtype_of(v))
-    return convert_element_type_p.bind(x, new_dtype=dtype_of(v), weak_type=True, sharding=None)
+    return convert_element_type_p.bind(
+        x, new_dtype=dtype_of(v), weak_type=True, sharding=None
+    )

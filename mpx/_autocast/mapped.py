@@ -1,8 +1,10 @@
-"""Products of a vector and a matrix, which a `jax.vmap` around `autocast` may make products of two matrices.
+"""Products of a vector and a matrix, which a `jax.vmap` around `autocast` may make
+products of two matrices.
 
-A solver or a sampler that is called with the vector field or the density of one example maps it over a batch later. So
-such a product is a primitive of its own, with the derivatives of its float32 program. JAX's rule for a batch tells what
-the product becomes: that of two matrices runs in the compute dtype, any other one stays.
+A solver or a sampler that is called with the vector field or the density of one example
+maps it over a batch later. So such a product is a primitive of its own, with the
+derivatives of its float32 program. JAX's rule for a batch tells what the product
+becomes: that of two matrices runs in the compute dtype, any other one stays.
 """
 
 from collections.abc import Callable
@@ -17,32 +19,53 @@ from jax.interpreters import ad, batching, mlir
 from mpx._autocast import contraction
 from mpx._autocast import wide_gradients as wide
 
-Narrow = Callable[[JaxprEqn, list[Any]], jax.Array]  # runs a contraction in the compute dtype
+Narrow = Callable[
+    [JaxprEqn, list[Any]], jax.Array
+]  # runs a contraction in the compute dtype
 
 
 def product(eqn: JaxprEqn, operands: list[Any], narrow: Narrow) -> jax.Array:
-    """Run a product in float32, or by `narrow` where a `jax.vmap` makes a product of matrices of it."""
-    return _bound(lambda *operands: eqn.primitive.bind(*operands, **eqn.params), operands, narrow)
+    """Run a product in float32, or by `narrow` where a `jax.vmap` makes a product of
+    matrices of it.
+    """
+    return _bound(
+        lambda *operands: eqn.primitive.bind(*operands, **eqn.params), operands, narrow
+    )
 
 
 def _bound(function: Callable[..., Any], operands: Any, narrow: Narrow) -> jax.Array:
-    return _mapped.bind(*operands, program=jax.make_jaxpr(function)(*operands), narrow=narrow)
+    return _mapped.bind(
+        *operands, program=jax.make_jaxpr(function)(*operands), narrow=narrow
+    )
 
 
-def _transposed(cotangent: Any, lhs: Any, rhs: Any, program: ClosedJaxpr, narrow: Narrow) -> list[Any]:
+def _transposed(
+    cotangent: Any, lhs: Any, rhs: Any, program: ClosedJaxpr, narrow: Narrow
+) -> list[Any]:
     """Return the cotangent of the one operand that the product is linear in."""
     if type(cotangent) is ad.Zero:
         return [None, None]
     is_left = ad.is_undefined_primal(lhs)
     x, other = (lhs, rhs) if is_left else (rhs, lhs)
-    forward = lambda x, other: wide.run_program(*((x, other) if is_left else (other, x)), program=program)
-    pull = lambda cotangent, other: jax.linear_transpose(lambda x: forward(x, other), x.aval)(cotangent)[0]
+
+    def forward(x, other):
+        return wide.run_program(
+            *((x, other) if is_left else (other, x)), program=program
+        )
+
+    def pull(cotangent, other):
+        return jax.linear_transpose(lambda x: forward(x, other), x.aval)(cotangent)[0]
+
     result = _bound(pull, (cotangent, other), narrow)
     return [result, None] if is_left else [None, result]
 
 
-def _batched(operands: list[Any], axes: list[int | None], program: ClosedJaxpr, narrow: Narrow) -> tuple[Any, int]:
-    batched = jax.make_jaxpr(jax.vmap(lambda *operands: wide.run_program(*operands, program=program), axes))(*operands)
+def _batched(
+    operands: list[Any], axes: list[int | None], program: ClosedJaxpr, narrow: Narrow
+) -> tuple[Any, int]:
+    batched = jax.make_jaxpr(
+        jax.vmap(lambda *operands: wide.run_program(*operands, program=program), axes)
+    )(*operands)
 
     def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
         if contraction.why_no_gain(eqn) is not None:
@@ -62,4 +85,6 @@ ad.defjvp(
 )
 ad.primitive_transposes[_mapped] = _transposed
 batching.primitive_batchers[_mapped] = _batched
-mlir.register_lowering(_mapped, mlir.lower_fun(wide.run_program, multiple_results=False))
+mlir.register_lowering(
+    _mapped, mlir.lower_fun(wide.run_program, multiple_results=False)
+)

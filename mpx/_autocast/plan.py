@@ -1,7 +1,7 @@
 """The decisions of `autocast` about a program, as data.
 
-A plan is the list of decisions about one jaxpr whose inputs have given tags, and what the program demands of each of
-them. Plans of programs inside hang below it.
+A plan is the list of decisions about one jaxpr whose inputs have given tags, and what
+the program demands of each of them. Plans of programs inside hang below it.
 """
 
 import dataclasses
@@ -18,17 +18,27 @@ from mpx._autocast.tags import Tag
 from mpx._jaxprs import open_jaxpr
 from mpx._shardings import are_several_in_sight
 
-# In the name stack of operations that an autocast or `full_precision` inside has decided about. A string, because JAX
-# keeps nothing else of ours on an equation through `jit`, `grad`, `vmap` and loops.
+# In the name stack of operations that an autocast or `full_precision` inside has
+# decided about. A string, because JAX keeps nothing else of ours on an equation through
+# `jit`, `grad`, `vmap` and loops.
 DECIDED = "mpx:autocast"
 
 
 class Demand(NamedTuple):
     """Holds what the rest of a program does to a value."""
 
-    used_in: np.dtype | None = None  # the 16-bit dtype that all uses round it to; None if they differ, or use float32
-    cotangent_in: np.dtype | None = None  # the dtype that its one use, a narrowed contraction, rounds its cotangent to
-    is_activated: bool = False  # whether it goes, perhaps moved, into an activation or a loss
+    used_in: np.dtype | None = (
+        # the 16-bit dtype that all uses round it to; None if they differ, or use
+        # float32
+        None
+    )
+    cotangent_in: np.dtype | None = (
+        # the dtype that its one use, a narrowed contraction, rounds its cotangent to
+        None
+    )
+    is_activated: bool = (
+        False  # whether it goes, perhaps moved, into an activation or a loss
+    )
     is_used: bool = True
 
 
@@ -41,29 +51,44 @@ class Settings:
 
     precision: ContractionPrecision
     rules: Mapping[str, Rule]
-    reduce_dtype: np.dtype | None = None  # of sums that are gradients of weights; None: float32 on several devices
+    reduce_dtype: np.dtype | None = (
+        None  # of sums that are gradients of weights; None: float32 on several devices
+    )
 
     @property
     def has_wide_gradients(self) -> bool:
         """Return whether gradients of weights are unrounded float32 sums."""
         if not self.precision.is_narrow:
             return False
-        return are_several_in_sight() if self.reduce_dtype is None else self.reduce_dtype == np.float32
+        return (
+            are_several_in_sight()
+            if self.reduce_dtype is None
+            else self.reduce_dtype == np.float32
+        )
 
 
 class Step(NamedTuple):
     """The decision about an equation."""
 
     eqn: JaxprEqn
-    # "transfer": other devices get the value in the compute dtype; "round_cotangent" keeps the forward pass;
-    # "recompute" stands for several steps (see `recompute.py`); "map" is kept, but narrowed by a `jax.vmap` around.
-    action: Literal["narrow", "enter", "keep", "round_cotangent", "transfer", "recompute", "map"]
-    precision: ContractionPrecision | None  # if it is narrowed, transferred, recomputed or mapped
+    # "transfer": other devices get the value in the compute dtype; "round_cotangent"
+    # keeps the forward pass; "recompute" stands for several steps (see `recompute.py`);
+    # "map" is kept, but narrowed by a `jax.vmap` around.
+    action: Literal[
+        "narrow", "enter", "keep", "round_cotangent", "transfer", "recompute", "map"
+    ]
+    precision: (
+        ContractionPrecision | None
+    )  # if it is narrowed, transferred, recomputed or mapped
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
     plans: tuple["Plan", ...] = ()  # of the programs inside, if they may be entered
-    is_read_wide: bool = True  # whether a use of its results does not round them, if it is narrowed
-    reason: str | None = None  # why a contraction in it is kept, or runs in 16 bits and not in 8
+    is_read_wide: bool = (
+        True  # whether a use of its results does not round them, if it is narrowed
+    )
+    reason: str | None = (
+        None  # why a contraction in it is kept, or runs in 16 bits and not in 8
+    )
 
     @property
     def runs_in(self) -> ContractionPrecision:
@@ -92,17 +117,26 @@ class Plan:
 PlacedStep = tuple[Step, int, tuple[JaxprEqn, ...]]
 
 
-def walk(steps: Iterable[Step], times: int = 1, outer: tuple[JaxprEqn, ...] = ()) -> Iterator[PlacedStep]:
-    """Yield all of these steps and those of the plans inside, also of programs that are kept whole."""
+def walk(
+    steps: Iterable[Step], times: int = 1, outer: tuple[JaxprEqn, ...] = ()
+) -> Iterator[PlacedStep]:
+    """Yield all of these steps and those of the plans inside, also of programs that are
+    kept whole.
+    """
     for step in steps:
         eqn = step.eqn
         inside = [plan.steps for plan in step.plans]
         if not inside and eqn.primitive.name != "pallas_call":
             kept = Step(eqn, "keep", None, (), (), reason=step.reason)
             jaxprs = jex_core.jaxprs_in_params(eqn.params)
-            inside = [tuple(kept._replace(eqn=inner) for inner in open_jaxpr(jaxpr).eqns) for jaxpr in jaxprs]
+            inside = [
+                tuple(kept._replace(eqn=inner) for inner in open_jaxpr(jaxpr).eqns)
+                for jaxpr in jaxprs
+            ]
         for steps_inside in inside:
-            yield from walk(steps_inside, times * eqn.params.get("length", 1), (eqn, *outer))
+            yield from walk(
+                steps_inside, times * eqn.params.get("length", 1), (eqn, *outer)
+            )
         if not inside:
             yield step, times, outer
 

@@ -16,7 +16,14 @@ from mpx._autocast.plan import DECIDED, UNUSED, Demand, Plan, Settings, Step
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES
 from mpx._autocast.tags import UNKNOWN, Tag, followed, is_smaller, tag_of_elements
-from mpx._jaxprs import count_uses, is_f32, is_literal, open_jaxpr, propagate, with_results_read
+from mpx._jaxprs import (
+    count_uses,
+    is_f32,
+    is_literal,
+    open_jaxpr,
+    propagate,
+    with_results_read,
+)
 from mpx._primitives import facts_of
 
 
@@ -25,49 +32,93 @@ class Planner:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._constants_in = settings.precision.dtype if settings.precision.is_narrow else None
+        self._constants_in = (
+            settings.precision.dtype if settings.precision.is_narrow else None
+        )
         self._plans: dict[tuple[int, tuple[Tag, ...], tuple[bool, ...]], Plan] = {}
 
-    def plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None) -> Plan:
+    def plan(
+        self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None
+    ) -> Plan:
         """Return the plan of an open or closed jaxpr whose inputs have these tags.
 
         `results` are the variables of its results around it: nobody reads a `DropVar`.
         """
-        is_read = tuple(not isinstance(v, jex_core.DropVar) for v in results or open_jaxpr(jaxpr).outvars)
-        key = id(jaxpr), in_tags, is_read  # the program that is planned holds the jaxpr, so that no other gets this id
+        is_read = tuple(
+            not isinstance(v, jex_core.DropVar)
+            for v in results or open_jaxpr(jaxpr).outvars
+        )
+        key = (
+            id(jaxpr),
+            in_tags,
+            is_read,
+        )  # the program that is planned holds the jaxpr, so that no other gets this id
         if key not in self._plans:
-            self._plans[key] = self._make_plan(with_results_read(jaxpr, is_read), in_tags, {})
+            self._plans[key] = self._make_plan(
+                with_results_read(jaxpr, is_read), in_tags, {}
+            )
         return self._plans[key]
 
-    def _make_plan(self, jaxpr: Any, in_tags: tuple[Tag, ...], transfers: Mapping[int, np.dtype]) -> Plan:
-        """Plan a jaxpr. `transfers` has the 16-bit dtypes of values that go to other devices, by ids of equations."""
+    def _make_plan(
+        self, jaxpr: Any, in_tags: tuple[Tag, ...], transfers: Mapping[int, np.dtype]
+    ) -> Plan:
+        """Plan a jaxpr. `transfers` has the 16-bit dtypes of values that go to other
+        devices, by ids of equations.
+        """
         steps: list[Step] = []
         program = open_jaxpr(jaxpr)
         uses = count_uses(program)
 
         def as_used(v: Any, tag: Tag) -> Tag:
-            """Return the tag of a use of a value: cotangents of several are added up before anything rounds them."""
+            """Return the tag of a use of a value: cotangents of several are added up
+            before anything rounds them.
+            """
             is_only_use = is_literal(v) or uses[v] < 2
-            return tag if is_only_use else tag._replace(is_product=False, gradient_in=None)
+            return (
+                tag if is_only_use else tag._replace(is_product=False, gradient_in=None)
+            )
 
         def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
             transfer_in = transfers.get(id(eqn))
-            if eqn.primitive.name in HANDLERS:  # the program inside need not compute what nobody reads
-                eqn = eqn.replace(outvars=[v if uses[v] else jex_core.DropVar(v.aval) for v in eqn.outvars])
-            steps.append(self._step(eqn, tuple(map(as_used, eqn.invars, tags)), transfer_in))
+            if (
+                eqn.primitive.name in HANDLERS
+            ):  # the program inside need not compute what nobody reads
+                eqn = eqn.replace(
+                    outvars=[
+                        v if uses[v] else jex_core.DropVar(v.aval) for v in eqn.outvars
+                    ]
+                )
+            steps.append(
+                self._step(eqn, tuple(map(as_used, eqn.invars, tags)), transfer_in)
+            )
             return steps[-1].out_tags
 
-        out_tags = tuple(map(as_used, program.outvars, propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN)))
+        out_tags = tuple(
+            map(
+                as_used,
+                program.outvars,
+                propagate(jaxpr, in_tags, decide, lambda v: UNKNOWN),
+            )
+        )
         decided, demands = with_demands(program, steps)
         new = _narrow_transfers(decided, demands)
-        # What is used of a value is known from the end of the program, its tag from the start. A value that will be
-        # narrowed before its transfer is representable after it, which may change decisions behind it: so once more.
-        # This ends, since each time there are more such transfers.
+        # What is used of a value is known from the end of the program, its tag from the
+        # start. A value that will be narrowed before its transfer is representable
+        # after it, which may change decisions behind it: so once more. This ends, since
+        # each time there are more such transfers.
         if new:
             return self._make_plan(jaxpr, in_tags, {**transfers, **new})
-        return Plan(jaxpr, decided, in_tags, out_tags, tuple(demands.get(v, UNUSED) for v in program.invars))
+        return Plan(
+            jaxpr,
+            decided,
+            in_tags,
+            out_tags,
+            tuple(demands.get(v, UNUSED) for v in program.invars),
+        )
 
-    def _step(self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None) -> Step:
+    def _step(
+        self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None
+    ) -> Step:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
         if rule == "follow":
@@ -78,35 +129,57 @@ class Planner:
             return self._entered(eqn, tags)
         if rule == "narrow":
             return self._narrowed(eqn, tags)
-        # The user's table turns off a default rule. Without a default there is nothing to tell.
+        # The user's table turns off a default rule. Without a default there is nothing
+        # to tell.
         if name in DEFAULT_RULES:
             return _kept(eqn, tags, f"the rule for {name} is {rule}")
         if name == "add" and _adds_a_bias(eqn, tags):
             return Step(eqn, "round_cotangent", None, tags, (UNKNOWN,))
         if facts_of(eqn).runs == "custom":
-            return _kept(eqn, tags, "a custom derivative belongs to the function that its author wrote")
+            return _kept(
+                eqn,
+                tags,
+                "a custom derivative belongs to the function that its author wrote",
+            )
         return _kept(eqn, tags, f"autocast does not enter {name}")
 
-    def _followed(self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None) -> Step:
+    def _followed(
+        self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None
+    ) -> Step:
         results = followed(eqn, tags, self._constants_in)
         if transfer_in is not None:
             narrow = results[0]._replace(representable_in=transfer_in)
-            return Step(eqn, "transfer", precisions.precision_of_dtype(transfer_in), tags, (narrow,))
+            return Step(
+                eqn,
+                "transfer",
+                precisions.precision_of_dtype(transfer_in),
+                tags,
+                (narrow,),
+            )
         # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
         is_kept_by_name = eqn.primitive.name == "name" and not _is_decided(eqn)
         dtype = travels_in(results[0], None, self.settings) if is_kept_by_name else None
         if dtype is not None:
-            return Step(eqn, "narrow", precisions.precision_of_dtype(dtype), tags, results)
+            return Step(
+                eqn, "narrow", precisions.precision_of_dtype(dtype), tags, results
+            )
         return Step(eqn, "keep", None, tags, results)
 
     def _entered(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
-        """Plan an operation that holds programs. Its literal operands may be representable."""
+        """Plan an operation that holds programs. Its literal operands may be
+        representable.
+        """
         tags = tuple(
-            tag_of_elements(eqn, [(v, tag)], v, self._constants_in) if is_literal(v) else tag
+            (
+                tag_of_elements(eqn, [(v, tag)], v, self._constants_in)
+                if is_literal(v)
+                else tag
+            )
             for v, tag in zip(eqn.invars, tags, strict=True)
         )
         plans, out_tags = HANDLERS[eqn.primitive.name].plan(eqn, tags, self.plan)
-        # Where nothing changes inside, there is nothing to rebuild: the operation runs as traced.
+        # Where nothing changes inside, there is nothing to rebuild: the operation runs
+        # as traced.
         action = "enter" if any(plan.changes for plan in plans) else "keep"
         return Step(eqn, action, None, tags, out_tags, plans)
 
@@ -114,30 +187,62 @@ class Planner:
         asked = [tag.precision for tag in tags if tag.precision is not None]
         precision = precisions.widest(asked) if asked else self.settings.precision
         if not precision.changes:
-            reason = "an override of the policy asks for f32" if asked else f"{precision.name} is asked for"
-            return _kept(eqn, tags, "this device has no TF32" if precision.name == "tf32" else reason)
-        if precision == precisions.F16 and any(tag.kept_in == precisions.BF16.dtype for tag in tags):
-            return _kept(eqn, tags, "f16 has not the range of what the program keeps in bf16")
+            reason = (
+                "an override of the policy asks for f32"
+                if asked
+                else f"{precision.name} is asked for"
+            )
+            return _kept(
+                eqn,
+                tags,
+                "this device has no TF32" if precision.name == "tf32" else reason,
+            )
+        if precision == precisions.F16 and any(
+            tag.kept_in == precisions.BF16.dtype for tag in tags
+        ):
+            return _kept(
+                eqn, tags, "f16 has not the range of what the program keeps in bf16"
+            )
         is_product = facts_of(eqn).contraction
-        reason = contraction.why_kept(eqn, precision, tags) if is_product else _why_elementwise_kept(eqn, precision)
+        reason = (
+            contraction.why_kept(eqn, precision, tags)
+            if is_product
+            else _why_elementwise_kept(eqn, precision)
+        )
         if precision.is_narrow and contraction.may_be_mapped(eqn, reason, tags):
-            kept = _kept(eqn, tags, f"{reason}; narrowed where a `jax.vmap` around makes a matrix of it")
+            kept = _kept(
+                eqn,
+                tags,
+                f"{reason}; narrowed where a `jax.vmap` around makes a matrix of it",
+            )
             return kept._replace(action="map", precision=precision.fallback)
         if reason is not None:
             return _kept(eqn, tags, reason)
         why_16_bits = None
         if precision.fp8 is not None:
-            why_16_bits = fp8.why_not(eqn, precision.fp8) if is_product else "FP8 is for matrix products"
+            why_16_bits = (
+                fp8.why_not(eqn, precision.fp8)
+                if is_product
+                else "FP8 is for matrix products"
+            )
             precision = precision if why_16_bits is None else precision.fallback
         elif asked and self.settings.precision.fp8 is not None:
             why_16_bits = f"an override of the policy asks for {precision.name}"
-        narrow = Tag(precision.dtype, is_product=is_product) if precision.is_narrow else UNKNOWN
+        narrow = (
+            Tag(precision.dtype, is_product=is_product)
+            if precision.is_narrow
+            else UNKNOWN
+        )
         out_tags = tuple(narrow if is_f32(v) else UNKNOWN for v in eqn.outvars)
         return Step(eqn, "narrow", precision, tags, out_tags, reason=why_16_bits)
 
 
-def _narrow_transfers(steps: Sequence[Step], demands: Mapping[Any, Demand]) -> dict[int, np.dtype]:
-    """Return the equations, by id, that transfer in float32 what all uses round to a 16-bit dtype, with the dtype."""
+def _narrow_transfers(
+    steps: Sequence[Step], demands: Mapping[Any, Demand]
+) -> dict[int, np.dtype]:
+    """Return the equations, by id, that transfer in float32 what all uses round to a
+    16-bit dtype, with the dtype.
+    """
     found = {}
     for step in filter(_is_wide_transfer, steps):
         dtype = demands.get(step.eqn.outvars[0], UNUSED).used_in
@@ -149,7 +254,11 @@ def _narrow_transfers(steps: Sequence[Step], demands: Mapping[Any, Demand]) -> d
 def _is_wide_transfer(step: Step) -> bool:
     """Return whether a step moves a float32 value to other devices."""
     facts = facts_of(step.eqn)
-    moves_one = facts.communicates and facts.moves in ("same", "received") and len(step.eqn.invars) == 1
+    moves_one = (
+        facts.communicates
+        and facts.moves in ("same", "received")
+        and len(step.eqn.invars) == 1
+    )
     return moves_one and step.action == "keep" and is_f32(step.eqn.invars[0])
 
 
@@ -162,21 +271,30 @@ def _kept(eqn: JaxprEqn, tags: tuple[Tag, ...], reason: str) -> Step:
 
 
 def _why_elementwise_kept(eqn: JaxprEqn, precision: ContractionPrecision) -> str | None:
-    """Return why an operation other than a contraction cannot be narrowed, as a user's table asks; or None."""
+    """Return why an operation other than a contraction cannot be narrowed, as a user's
+    table asks; or None.
+    """
     if not precision.is_narrow:
         return f"{precision.name} is for contractions"
-    if not any(is_f32(v) for v in eqn.invars) or not all(is_f32(v) for v in eqn.outvars):
+    if not any(is_f32(v) for v in eqn.invars) or not all(
+        is_f32(v) for v in eqn.outvars
+    ):
         return "operands and results are not float32"
     return None
 
 
 def _adds_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
-    """Return whether an addition adds a bias, copies of a smaller array, to the result of a narrowed contraction.
+    """Return whether an addition adds a bias, copies of a smaller array, to the result
+    of a narrowed contraction.
 
-    The contraction rounds the cotangent. XLA would write it in float32 too, to add up the bias's gradient.
+    The contraction rounds the cotangent. XLA would write it in float32 too, to add up
+    the bias's gradient.
     """
     result, pairs = eqn.outvars[0], list(zip(eqn.invars, tags, strict=True))
-    is_bias = lambda v, tag: not is_literal(v) and (tag.is_copied or is_smaller(v, result))
+
+    def is_bias(v, tag):
+        return not is_literal(v) and (tag.is_copied or is_smaller(v, result))
+
     return any(
         tag.is_product and not is_smaller(v, result) and is_bias(*other)
         for (v, tag), other in zip(pairs, pairs[::-1], strict=True)

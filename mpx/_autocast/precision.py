@@ -1,4 +1,6 @@
-"""The precisions of a contraction: a 16-bit dtype, 8-bit floats, or an algorithm for float32 operands."""
+"""The precisions of a contraction: a 16-bit dtype, 8-bit floats, or an algorithm for
+float32 operands.
+"""
 
 import dataclasses
 from typing import Any
@@ -20,7 +22,9 @@ class ContractionPrecision:
 
     name: str  # as users write it: `bf16`, `f16`, `f32`, `tf32`, `bf16x3`, `fp8`
     dtype: np.dtype  # of operands and results
-    algorithm: lax.DotAlgorithmPreset | None = None  # how hardware multiplies float32 operands; None for the default
+    algorithm: lax.DotAlgorithmPreset | None = (
+        None  # how hardware multiplies float32 operands; None for the default
+    )
     fp8: Fp8 | None = None  # how matrix products of 8-bit floats run, if they do
 
     @property
@@ -44,21 +48,31 @@ F16 = ContractionPrecision("f16", np.dtype(np.float16))
 F32 = ContractionPrecision("f32", np.dtype(np.float32))
 FP8 = ContractionPrecision("fp8", RESULTS, fp8=Fp8())
 ALGORITHMS = {
-    "tf32": ContractionPrecision("tf32", np.dtype(np.float32), lax.DotAlgorithmPreset.TF32_TF32_F32),
-    "bf16x3": ContractionPrecision("bf16x3", np.dtype(np.float32), lax.DotAlgorithmPreset.BF16_BF16_F32_X3),
+    "tf32": ContractionPrecision(
+        "tf32", np.dtype(np.float32), lax.DotAlgorithmPreset.TF32_TF32_F32
+    ),
+    "bf16x3": ContractionPrecision(
+        "bf16x3", np.dtype(np.float32), lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+    ),
 }
 _BY_DTYPE = {precision.dtype: precision for precision in (BF16, F16, F32)}
 
 
 def get_precision(policy_or_dtype: Any) -> ContractionPrecision:
-    """Read what a user gives to `autocast`: a policy, a dtype or its name, `"tf32"`, `"bf16x3"`, FP8.
+    """Read what a user gives to `autocast`: a policy, a dtype or its name, `"tf32"`,
+    `"bf16x3"`, FP8.
 
     Raises:
-        ValueError: if it is anything else, or `"tf32"` on a TPU, which has no such numbers.
+        ValueError: if it is anything else, or `"tf32"` on a TPU, which has no such
+            numbers.
     """
     if isinstance(policy_or_dtype, _policy.Policy):
         fp8 = policy_or_dtype.fp8
-        return precision_of_dtype(np.dtype(policy_or_dtype.compute_dtype)) if fp8 is None else precision_of_fp8(fp8)
+        return (
+            precision_of_dtype(np.dtype(policy_or_dtype.compute_dtype))
+            if fp8 is None
+            else precision_of_fp8(fp8)
+        )
     if isinstance(policy_or_dtype, Fp8):
         return precision_of_fp8(policy_or_dtype)
     if isinstance(policy_or_dtype, str) and policy_or_dtype == FP8.name:
@@ -68,8 +82,9 @@ def get_precision(policy_or_dtype: Any) -> ContractionPrecision:
     dtype = dtype_or_none(policy_or_dtype)
     if dtype is None:
         raise ValueError(
-            "`autocast` needs a policy or its string ('compute=bf16'), a dtype (bfloat16, float16, float32), or one of "
-            f"'bf16', 'f16', 'f32', 'tf32', 'bf16x3', 'fp8' (or an `mpx.Fp8`), but got {policy_or_dtype!r}. "
+            "`autocast` needs a policy or its string ('compute=bf16'), a dtype"
+            " (bfloat16, float16, float32), or one of 'bf16', 'f16', 'f32', 'tf32',"
+            f" 'bf16x3', 'fp8' (or an `mpx.Fp8`), but got {policy_or_dtype!r}. "
             + nearest(str(policy_or_dtype))
         )
     return precision_of_dtype(dtype)
@@ -83,20 +98,36 @@ def precision_of_fp8(fp8: Fp8) -> ContractionPrecision:
 def precision_of_dtype(dtype: np.dtype) -> ContractionPrecision:
     """Return the precision of a dtype."""
     if dtype not in _BY_DTYPE:
-        hint = " Products of 8-bit floats are 'fp8'." if dtype.name.startswith("float8") else ""
-        raise ValueError(f"`autocast` computes in bfloat16, float16 or float32, but got {dtype}.{hint}")
+        hint = (
+            " Products of 8-bit floats are 'fp8'."
+            if dtype.name.startswith("float8")
+            else ""
+        )
+        raise ValueError(
+            "`autocast` computes in bfloat16, float16 or float32, but got"
+            f" {dtype}.{hint}"
+        )
     return _BY_DTYPE[dtype]
 
 
 def widest(precisions: list[ContractionPrecision]) -> ContractionPrecision:
     """Return the precision that all share, or float32 if they differ."""
-    return precisions[0] if all(precision == precisions[0] for precision in precisions) else F32
+    return (
+        precisions[0]
+        if all(precision == precisions[0] for precision in precisions)
+        else F32
+    )
 
 
 def _on_this_backend(precision: ContractionPrecision) -> ContractionPrecision:
-    """Take TF32 where it exists: on NVIDIA GPUs. A CPU multiplies float32 numbers unrounded, which is more exact."""
+    """Take TF32 where it exists: on NVIDIA GPUs. A CPU multiplies float32 numbers
+    unrounded, which is more exact.
+    """
     backend = jax.default_backend()
     if precision.name == "tf32" and backend == "tpu":
-        raise ValueError("`autocast`: a TPU has no TF32; use 'bf16x3', whose error is as small, or 'bf16'.")
+        raise ValueError(
+            "`autocast`: a TPU has no TF32; use 'bf16x3', whose error is as small, or"
+            " 'bf16'."
+        )
     is_absent = precision.name == "tf32" and backend == "cpu"
     return dataclasses.replace(precision, algorithm=None) if is_absent else precision

@@ -1,7 +1,9 @@
-"""Compute an activation between two products again in the backward pass, from the first product's 16-bit result.
+"""Compute an activation between two products again in the backward pass, from the first
+product's 16-bit result.
 
-Otherwise XLA keeps float32 values between the passes, such as the tanh of a GELU. It keeps nothing where it computes
-the activation inside the next product: there the first product has no bias, and the next one is not in FP8.
+Otherwise XLA keeps float32 values between the passes, such as the tanh of a GELU. It
+keeps nothing where it computes the activation inside the next product: there the first
+product has no bias, and the next one is not in FP8.
 """
 
 import dataclasses
@@ -26,42 +28,64 @@ from mpx._primitives import facts_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Activation(Plan):
-    """The plan of an activation, with the function that a checkpoint runs, once it has run.
+    """The plan of an activation, with the function that a checkpoint runs, once it has
+    run.
 
-    JAX traces and differentiates a checkpoint once for each function. So the activations of layers that are alike are
-    one object.
+    JAX traces and differentiates a checkpoint once for each function. So the
+    activations of layers that are alike are one object.
     """
 
     checkpoints: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
 
 
-_ACTIVATIONS: weakref.WeakValueDictionary[Any, Activation] = weakref.WeakValueDictionary()
+_ACTIVATIONS: weakref.WeakValueDictionary[Any, Activation] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def with_activations(plan: Plan, settings: Settings) -> Plan:
-    """Return a plan with each such activation as one step, also in calls inside, but not in loops and checkpoints."""
+    """Return a plan with each such activation as one step, also in calls inside, but
+    not in loops and checkpoints.
+    """
     program = open_jaxpr(plan.jaxpr)
     uses = count_uses(program)
-    made_by = {v: (i, step) for i, step in enumerate(plan.steps) if _is_cheap(step) for v in step.eqn.outvars}
+    made_by = {
+        v: (i, step)
+        for i, step in enumerate(plan.steps)
+        if _is_cheap(step)
+        for v in step.eqn.outvars
+    }
     new: dict[int, tuple[Step, ...]] = {}  # by ids of steps
     for user in filter(_rounds_an_activation, plan.steps):
         for v in user.eqn.invars[:2]:
             members = _members(v, made_by)
-            activation = _activation(user, v, members, program, uses, settings) if _pays(user, members) else None
+            activation = (
+                _activation(user, v, members, program, uses, settings)
+                if _pays(user, members)
+                else None
+            )
             if activation is not None:
-                new |= {id(step): () for step in members} | {id(members[-1]): (activation,)}
+                new |= {id(step): () for step in members} | {
+                    id(members[-1]): (activation,)
+                }
     steps = [step for old in plan.steps for step in new.get(id(old), (old,))]
-    return dataclasses.replace(plan, steps=tuple(_with_activations_inside(step, settings) for step in steps))
+    return dataclasses.replace(
+        plan, steps=tuple(_with_activations_inside(step, settings) for step in steps)
+    )
 
 
 def _with_activations_inside(step: Step, settings: Settings) -> Step:
     if step.action != "enter" or step.eqn.primitive.name != "jit":
         return step
-    return step._replace(plans=tuple(with_activations(plan, settings) for plan in step.plans))
+    return step._replace(
+        plans=tuple(with_activations(plan, settings) for plan in step.plans)
+    )
 
 
 def _rounds_an_activation(step: Step) -> bool:
-    """Return whether a step is a product, or constrains the sharding of its operand, in 16 bits."""
+    """Return whether a step is a product, or constrains the sharding of its operand, in
+    16 bits.
+    """
     facts = facts_of(step.eqn)
     return (step.action == "narrow" and facts.contraction) or (
         step.action == "transfer" and facts.copies_of_operand == "one"
@@ -69,12 +93,19 @@ def _rounds_an_activation(step: Step) -> bool:
 
 
 def _is_cheap(step: Step) -> bool:
-    """Return whether a step costs less to compute again than to keep, and is nothing that its author asked for."""
+    """Return whether a step costs less to compute again than to keep, and is nothing
+    that its author asked for.
+    """
     eqn, facts = step.eqn, facts_of(step.eqn)
     if eqn.primitive.name == "jit":
         return len(step.plans) == 1 and all(map(_is_cheap, step.plans[0].steps))
-    is_asked_for = facts.communicates or eqn.primitive.name in ("name", "optimization_barrier")
-    return facts.cheap and not is_asked_for and step.action in ("keep", "round_cotangent")
+    is_asked_for = facts.communicates or eqn.primitive.name in (
+        "name",
+        "optimization_barrier",
+    )
+    return (
+        facts.cheap and not is_asked_for and step.action in ("keep", "round_cotangent")
+    )
 
 
 def _members(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]:
@@ -90,66 +121,126 @@ def _members(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]
 
 
 def _pays(user: Step, members: list[Step]) -> bool:
-    """Return whether XLA would keep float32 values of an activation that one step uses."""
+    """Return whether XLA would keep float32 values of an activation that one step
+    uses.
+    """
     if not any(facts_of(step.eqn).transcendental for step, _, _ in walk(members)):
         return False
-    return user.runs_in.fp8 is not None or any(step.action == "round_cotangent" for step in members)
+    return user.runs_in.fp8 is not None or any(
+        step.action == "round_cotangent" for step in members
+    )
 
 
 def _activation(
-    user: Step, result: Any, members: list[Step], program: jex_core.Jaxpr, uses: Counter[Any], settings: Settings
+    user: Step,
+    result: Any,
+    members: list[Step],
+    program: jex_core.Jaxpr,
+    uses: Counter[Any],
+    settings: Settings,
 ) -> Step | None:
-    """Return steps as one; None if that would round a gradient, or if a value has another use or needs 32 bits."""
+    """Return steps as one; None if that would round a gradient, or if a value has
+    another use or needs 32 bits.
+    """
     eqns = [step.eqn for step in members]
     part = part_of(program, eqns, [result])
-    pairs = [pair for step in members for pair in zip(step.eqn.invars, step.in_tags, strict=True)]
+    pairs = [
+        pair
+        for step in members
+        for pair in zip(step.eqn.invars, step.in_tags, strict=True)
+    ]
     tag_of = {v: tag for v, tag in pairs if not is_literal(v)}
     in_tags = tuple(tag_of[v] for v in part.invars)
     uses_inside = count_uses(part)  # and the result has one use, `user`
-    is_wide = lambda v: is_f32(v) and _extent(v) >= _extent(result)
+
+    def is_wide(v):
+        return is_f32(v) and _extent(v) >= _extent(result)
+
     has_other_uses = any(uses_inside[v] < uses[v] for eqn in eqns for v in eqn.outvars)
     out_tag = dict(zip(eqns[-1].outvars, members[-1].out_tags, strict=True))[result]
-    # The product would give a weight among its elements, such as a token of a mask, a float32 cotangent.
+    # The product would give a weight among its elements, such as a token of a mask, a
+    # float32 cotangent.
     rounds_a_gradient = out_tag.is_argument and settings.has_wide_gradients
     keeps_float32 = any(
-        is_wide(v) and travels_in(tag, None, settings) is None for v, tag in zip(part.invars, in_tags, strict=True)
+        is_wide(v) and travels_in(tag, None, settings) is None
+        for v, tag in zip(part.invars, in_tags, strict=True)
     )
     if has_other_uses or rounds_a_gradient or keeps_float32 or not is_f32(result):
         return None
-    plan = Activation(part, tuple(members), in_tags, (out_tag,), (Demand(),) * len(in_tags))
-    plan = _ACTIVATIONS.setdefault((user.precision, settings.has_wide_gradients, _without_names(plan)), plan)
-    place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())  # those inside have theirs
+    plan = Activation(
+        part, tuple(members), in_tags, (out_tag,), (Demand(),) * len(in_tags)
+    )
+    plan = _ACTIVATIONS.setdefault(
+        (user.precision, settings.has_wide_gradients, _without_names(plan)), plan
+    )
+    place = eqns[-1].source_info.replace(
+        name_stack=source_info_util.new_name_stack()
+    )  # those inside have theirs
     eqn = eqns[-1].replace(invars=[*part.invars], outvars=[result], source_info=place)
     return Step(eqn, "recompute", user.precision, in_tags, plan.out_tags, (plan,))
 
 
 def _without_names(plan: Plan) -> Any:
-    """Return what is equal for plans that are alike but for the names of values, while one of them lives."""
+    """Return what is equal for plans that are alike but for the names of values, while
+    one of them lives.
+    """
     numbers: dict[Any, int] = {}
-    known = lambda v: np.asarray(v.val).tobytes() if is_literal(v) else numbers.setdefault(v, len(numbers))
-    values = lambda variables: tuple((known(v), v.aval) for v in variables)
+
+    def known(v):
+        return (
+            np.asarray(v.val).tobytes()
+            if is_literal(v)
+            else numbers.setdefault(v, len(numbers))
+        )
+
+    def values(variables):
+        return tuple((known(v), v.aval) for v in variables)
+
     inputs, steps = values(open_jaxpr(plan.jaxpr).invars), []
     for step in plan.steps:
         eqn = step.eqn
-        params = tuple(sorted((name, id(x) if x.__hash__ is None else x) for name, x in eqn.params.items()))
+        params = tuple(
+            sorted(
+                (name, id(x) if x.__hash__ is None else x)
+                for name, x in eqn.params.items()
+            )
+        )
         place = str(eqn.source_info.name_stack), eqn.ctx
-        steps.append((step.action, step.plans, eqn.primitive, params, place, values(eqn.invars), values(eqn.outvars)))
+        steps.append(
+            (
+                step.action,
+                step.plans,
+                eqn.primitive,
+                params,
+                place,
+                values(eqn.invars),
+                values(eqn.outvars),
+            )
+        )
     return inputs, tuple(steps), plan.in_tags, plan.out_tags
 
 
 def _extent(v: Any) -> tuple[int, int]:
-    """Return how large an array is: first the number of its symbolic axes (`jax.export`), then the others' product."""
+    """Return how large an array is: first the number of its symbolic axes
+    (`jax.export`), then the others' product.
+    """
     sizes = [size for size in v.aval.shape if isinstance(size, int)]
     return len(v.aval.shape) - len(sizes), math.prod(sizes)
 
 
-def run_activation(step: Step, operands: list[Any], run_plan: Run, settings: Settings) -> list[Any]:
-    """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the products round it."""
+def run_activation(
+    step: Step, operands: list[Any], run_plan: Run, settings: Settings
+) -> list[Any]:
+    """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the
+    products round it.
+    """
     (plan,) = step.plans
     crossings = [Crossing(travels_in(tag, None, settings)) for tag in plan.in_tags]
 
     def activation(*operands: Any) -> Any:
-        return lax.convert_element_type(run_plan(plan, unpacked(operands, crossings))[0], step.runs_in.dtype)
+        return lax.convert_element_type(
+            run_plan(plan, unpacked(operands, crossings))[0], step.runs_in.dtype
+        )
 
     assert isinstance(plan, Activation), "the plan that `_activation` made"
     if not plan.checkpoints:

@@ -1,4 +1,5 @@
-"""The table of `autocast`: which operations run in the compute dtype, and which pass 16-bit values on.
+"""The table of `autocast`: which operations run in the compute dtype, and which pass
+16-bit values on.
 
 | rule | what happens |
 |---|---|
@@ -31,9 +32,13 @@ def _default_rule(name: str, facts: Facts) -> Rule:
 
 
 DEFAULT_RULES: dict[str, Rule] = {
-    name: rule for name, facts in PRIMITIVES.items() if (rule := _default_rule(name, facts)) != "keep"
+    name: rule
+    for name, facts in PRIMITIVES.items()
+    if (rule := _default_rule(name, facts)) != "keep"
 }
-"""The rules of primitives that do not just run as traced. `rules={"conv_general_dilated": "keep"}` changes one."""
+"""The rules of primitives that do not just run as traced.
+`rules={"conv_general_dilated": "keep"}` changes one.
+"""
 
 # Arithmetic that stays float32, but that a user's table may narrow.
 _ARITHMETIC = " ".join(
@@ -41,9 +46,15 @@ _ARITHMETIC = " ".join(
         # A sum adds up the roundings of its terms.
         "add add_any cumsum psum psum_invariant reduce_scatter reduce_sum sub",
         # A product can leave the range of float16.
-        "cumprod div integer_pow mul one_minus_square polynomial pow reciprocal reduce_prod square",
+        (
+            "cumprod div integer_pow mul one_minus_square polynomial pow reciprocal"
+            " reduce_prod square"
+        ),
         # Exponentials, logarithms and roots magnify rounding errors or leave the range.
-        "acosh asinh cbrt cosh cumlogsumexp exp exp2 expm1 log log1p log2 rsqrt sinh sqrt",
+        (
+            "acosh asinh cbrt cosh cumlogsumexp exp exp2 expm1 log log1p log2 rsqrt"
+            " sinh sqrt"
+        ),
         # Elementwise, fused into its neighbours: float32 costs nothing there.
         "atanh erf erf_inv erfc logistic tanh",
         # The low bits of angles and positions matter.
@@ -53,12 +64,20 @@ _ARITHMETIC = " ".join(
 
 
 def can_narrow(name: str) -> bool:
-    """Return whether a user's table may narrow a primitive of jax: arithmetic on floating-point arrays."""
+    """Return whether a user's table may narrow a primitive of jax: arithmetic on
+    floating-point arrays.
+    """
     return DEFAULT_RULES.get(name) == "narrow" or name in _ARITHMETIC
 
 
 @functools.cache
 def known_names() -> frozenset[str]:
-    """Return the names of primitives that a user's table may have: a misspelled name would do nothing."""
-    exported = {value.name for value in vars(primitives).values() if isinstance(value, jex_core.Primitive)}
+    """Return the names of primitives that a user's table may have: a misspelled name
+    would do nothing.
+    """
+    exported = {
+        value.name
+        for value in vars(primitives).values()
+        if isinstance(value, jex_core.Primitive)
+    }
     return frozenset(exported | PRIMITIVES.keys() | set(_ARITHMETIC))

@@ -1,4 +1,6 @@
-"""Follow what is known about values: which 16-bit dtype has them, where they come from, what was asked for them."""
+"""Follow what is known about values: which 16-bit dtype has them, where they come from,
+what was asked for them.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,21 +19,44 @@ from mpx._primitives import facts_of
 class Tag(NamedTuple):
     """Holds what is known about a value."""
 
-    representable_in: np.dtype | None = None  # a 16-bit dtype that has this float32 value
-    precision: ContractionPrecision | None = None  # what an override of the policy asks for in contractions with it
-    is_argument: bool = False  # whether it has elements of the function's arguments, whose gradients a user gets
-    is_copied: bool = False  # whether an element may occur twice, so that cotangents have yet to be added up
-    gradient_in: np.dtype | None = None  # the dtype that its gradient, of one use, may be rounded to once it is a sum
-    stored_in: np.dtype | None = None  # the 16-bit dtype of the argument that it is, perhaps with elements written over
-    moved_in: np.dtype | None = None  # the 16-bit dtype of the argument that it has elements of, perhaps beside others
+    representable_in: np.dtype | None = (
+        None  # a 16-bit dtype that has this float32 value
+    )
+    precision: ContractionPrecision | None = (
+        None  # what an override of the policy asks for in contractions with it
+    )
+    # whether it has elements of the function's arguments, whose gradients a user gets
+    is_argument: bool = False
+    # whether an element may occur twice, so that cotangents have yet to be added up
+    is_copied: bool = False
+    gradient_in: np.dtype | None = (
+        # the dtype that its gradient, of one use, may be rounded to once it is a sum
+        None
+    )
+    stored_in: np.dtype | None = (
+        # the 16-bit dtype of the argument that it is, perhaps with elements written
+        # over
+        None
+    )
+    moved_in: np.dtype | None = (
+        # the 16-bit dtype of the argument that it has elements of, perhaps beside
+        # others
+        None
+    )
     is_widened: bool = False  # whether the program has it in 16 bits by its own casts
     is_cast: bool = False  # whether the program casts an element of it to 16 bits
-    is_product: bool = False  # whether it is a narrowed contraction's result: that contraction rounds its cotangent
+    # whether it is a narrowed contraction's result: that contraction rounds its
+    # cotangent
+    is_product: bool = False
 
     @property
     def in_memory(self) -> np.dtype | None:
-        """The dtype of the value in memory before the program runs; None if the program computes it."""
-        return self.representable_in or (np.dtype(np.float32) if self.is_argument else None)
+        """The dtype of the value in memory before the program runs; None if the program
+        computes it.
+        """
+        return self.representable_in or (
+            np.dtype(np.float32) if self.is_argument else None
+        )
 
     @property
     def is_narrow_weight(self) -> bool:
@@ -40,32 +65,55 @@ class Tag(NamedTuple):
 
     @property
     def is_cache(self) -> bool:
-        """Return whether it is read from an array in 16 bits that the program writes to."""
+        """Return whether it is read from an array in 16 bits that the program writes
+        to.
+        """
         return self.is_widened or self.stored_in is not None
 
     @property
     def kept_in(self) -> np.dtype | None:
-        """The 16-bit dtype of what the program casts, or of an argument's elements beside others; else None."""
-        return self.representable_in if self.is_cast else self.moved_in if self.representable_in is None else None
+        """The 16-bit dtype of what the program casts, or of an argument's elements
+        beside others; else None.
+        """
+        return (
+            self.representable_in
+            if self.is_cast
+            else self.moved_in
+            if self.representable_in is None
+            else None
+        )
 
 
 UNKNOWN = Tag()
 
 
-def followed(eqn: JaxprEqn, tags: tuple[Tag, ...], constants_in: np.dtype | None) -> tuple[Tag, ...]:
+def followed(
+    eqn: JaxprEqn, tags: tuple[Tag, ...], constants_in: np.dtype | None
+) -> tuple[Tag, ...]:
     """Return the tags of results whose elements are elements of the operands.
 
-    `constants_in` is the 16-bit dtype that contractions want, for results of constants alone.
+    `constants_in` is the 16-bit dtype that contractions want, for results of constants
+    alone.
     """
     if any(jex_core.jaxprs_in_params(eqn.params)):  # a scatter that applies a function
         return (UNKNOWN,) * len(eqn.outvars)
     pairs = list(zip(eqn.invars, tags, strict=True))
-    if len(eqn.invars) == len(eqn.outvars) > 1:  # several arrays at once: each result has its operand
-        return tuple(tag_of_elements(eqn, [pair], v, constants_in) for pair, v in zip(pairs, eqn.outvars, strict=True))
+    if (
+        len(eqn.invars) == len(eqn.outvars) > 1
+    ):  # several arrays at once: each result has its operand
+        return tuple(
+            tag_of_elements(eqn, [pair], v, constants_in)
+            for pair, v in zip(pairs, eqn.outvars, strict=True)
+        )
     return tuple(tag_of_elements(eqn, pairs, v, constants_in) for v in eqn.outvars)
 
 
-def tag_of_elements(eqn: JaxprEqn, pairs: Sequence[tuple[Any, Tag]], result: Any, constants_in: np.dtype | None) -> Tag:
+def tag_of_elements(
+    eqn: JaxprEqn,
+    pairs: Sequence[tuple[Any, Tag]],
+    result: Any,
+    constants_in: np.dtype | None,
+) -> Tag:
     """Return the tag of a result that has elements of these operands."""
     floats = [(v, tag) for v, tag in pairs if jnp.issubdtype(dtype_of(v), jnp.floating)]
     arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
@@ -77,38 +125,66 @@ def tag_of_elements(eqn: JaxprEqn, pairs: Sequence[tuple[Any, Tag]], result: Any
         _common_dtype(eqn, floats, result, constants_in),
         precisions.widest(asked) if asked else None,
         is_argument=any(tag.is_argument for _, tag in arrays),
-        is_copied=is_broadcast or facts.copies_of_operand == "many" or any(tag.is_copied for _, tag in arrays),
-        stored_in=_stored_in(eqn, [tag for _, tag in pairs]) if is_f32(result) else None,
+        is_copied=is_broadcast
+        or facts.copies_of_operand == "many"
+        or any(tag.is_copied for _, tag in arrays),
+        stored_in=(
+            _stored_in(eqn, [tag for _, tag in pairs]) if is_f32(result) else None
+        ),
         moved_in=shared({tag.moved_in for _, tag in arrays} - {None}),
-        is_widened=bool(arrays) and all(tag.is_widened or dtype_of(v).itemsize == 2 for v, tag in arrays),
+        is_widened=bool(arrays)
+        and all(tag.is_widened or dtype_of(v).itemsize == 2 for v, tag in arrays),
         is_cast=casts or any(tag.is_cast for _, tag in arrays),
-        is_product=facts.copies_of_operand == "one" and all(tag.is_product for _, tag in arrays),
+        is_product=facts.copies_of_operand == "one"
+        and all(tag.is_product for _, tag in arrays),
     )
 
 
 def _common_dtype(
-    eqn: JaxprEqn, floats: list[tuple[Any, Tag]], result: Any, constants_in: np.dtype | None
+    eqn: JaxprEqn,
+    floats: list[tuple[Any, Tag]],
+    result: Any,
+    constants_in: np.dtype | None,
 ) -> np.dtype | None:
-    """Return the 16-bit dtype that has all elements of a result made of these operands' elements."""
+    """Return the 16-bit dtype that has all elements of a result made of these operands'
+    elements.
+    """
     dtypes = {_dtype_that_has(v, tag) for v, tag in floats if not is_literal(v)}
     constants = [v.val for v, _ in floats if is_literal(v)]
     if eqn.params.get("fill_value") is not None:
         constants.append(eqn.params["fill_value"])
-    if eqn.primitive.name == "convert_element_type" and dtype_of(eqn.invars[0]) == np.bool_:
+    if (
+        eqn.primitive.name == "convert_element_type"
+        and dtype_of(eqn.invars[0]) == np.bool_
+    ):
         constants = [0.0, 1.0]
-    # Constants alone, as in `jnp.where(mask, 0.0, 1.0)`, take the dtype that contractions want.
+    # Constants alone, as in `jnp.where(mask, 0.0, 1.0)`, take the dtype that
+    # contractions want.
     if not dtypes and constants and constants_in is not None:
         dtypes = {constants_in}
     dtype = shared(dtypes) if is_f32(result) else None
-    return None if dtype is None or not all(_has(dtype, value) for value in constants) else dtype
+    return (
+        None
+        if dtype is None or not all(_has(dtype, value) for value in constants)
+        else dtype
+    )
 
 
 def _stored_in(eqn: JaxprEqn, tags: Sequence[Tag]) -> np.dtype | None:
-    """Return `Tag.stored_in` of a result: as in JAX, an array that elements are written to keeps its dtype."""
+    """Return `Tag.stored_in` of a result: as in JAX, an array that elements are written
+    to keeps its dtype.
+    """
     name = eqn.primitive.name
-    writes = name in ("convert_element_type", "dynamic_update_slice", "scatter", "select_n")
+    writes = name in (
+        "convert_element_type",
+        "dynamic_update_slice",
+        "scatter",
+        "select_n",
+    )
     dtypes = {tag.stored_in for tag in (tags[1:] if name == "select_n" else tags[:1])}
-    return shared(dtypes) if writes or facts_of(eqn).copies_of_operand == "one" else None
+    return (
+        shared(dtypes) if writes or facts_of(eqn).copies_of_operand == "one" else None
+    )
 
 
 def common(*tags: Tag) -> Tag:
@@ -122,7 +198,8 @@ def common(*tags: Tag) -> Tag:
         moved_in=shared({tag.moved_in for tag in tags}),
         is_widened=all(tag.is_widened for tag in tags),
         is_cast=any(tag.is_cast for tag in tags),
-        # `is_product` stays false: the contraction of one branch does not round the cotangent of the other's.
+        # `is_product` stays false: the contraction of one branch does not round the
+        # cotangent of the other's.
     )
 
 
@@ -137,12 +214,18 @@ def is_smaller(v: Any, result: Any) -> bool:
 
 
 def _dtype_that_has(v: Any, tag: Tag) -> np.dtype | None:
-    """Return the 16-bit dtype of an operand, or the one that represents its float32 values."""
+    """Return the 16-bit dtype of an operand, or the one that represents its float32
+    values.
+    """
     return np.dtype(dtype_of(v)) if dtype_of(v).itemsize == 2 else tag.representable_in
 
 
 def _has(dtype: np.dtype, value: Any) -> bool:
-    """Return whether a 16-bit dtype has a number, or all of an array. All of them have NaN."""
+    """Return whether a 16-bit dtype has a number, or all of an array. All of them have
+    NaN.
+    """
     value = np.asarray(value, np.float32)
     with np.errstate(over="ignore"):
-        return bool((np.isnan(value) | (value.astype(dtype).astype(np.float32) == value)).all())
+        return bool(
+            (np.isnan(value) | (value.astype(dtype).astype(np.float32) == value)).all()
+        )

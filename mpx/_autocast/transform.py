@@ -16,7 +16,14 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
-from mpx._autocast import contraction, differentiation, in_place, interpreter, recompute, tracing
+from mpx._autocast import (
+    contraction,
+    differentiation,
+    in_place,
+    interpreter,
+    recompute,
+    tracing,
+)
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import DECIDED, Plan, Settings, Step, walk
@@ -32,7 +39,12 @@ from mpx._primitives import facts_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_CHECKPOINTS = ("dots", "dots_with_no_batch_dims", "everything", "nothing")  # short names of jax's policies
+_CHECKPOINTS = (
+    "dots",
+    "dots_with_no_batch_dims",
+    "everything",
+    "nothing",
+)  # short names of jax's policies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +55,39 @@ class Autocast:
     settings: Settings
     policy: Policy | None  # if the user gave one, and not a dtype
     checkpoint: Callable[..., Any] | None  # a policy of `jax.checkpoint`
-    loss_scale: NoOpLossScale | StaticLossScale | None  # if float16 needs no scale from `value_and_grad`
+    loss_scale: (
+        NoOpLossScale | StaticLossScale | None
+    )  # if float16 needs no scale from `value_and_grad`
 
-    def run(self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Return the result of the function for the arguments it was traced with."""
         _warn_if_nothing_is_narrowed(self, traced.plan)
-        plan = recompute.with_activations(traced.plan, self.settings) if self.checkpoint is None else traced.plan
+        plan = (
+            recompute.with_activations(traced.plan, self.settings)
+            if self.checkpoint is None
+            else traced.plan
+        )
         # The mark tells an autocast around this one that precisions are decided here.
         with jax.named_scope(DECIDED):
             scale, arrays = None, traced.arrays
             if isinstance(self.loss_scale, StaticLossScale):
                 scale = self.loss_scale.loss_scale
-                # Cotangents leave by the arguments, and by the values that the function closes over.
-                closed_over = differentiation.with_cotangents_times(constants_of(plan.jaxpr), 1 / scale)
+                # Cotangents leave by the arguments, and by the values that the function
+                # closes over.
+                closed_over = differentiation.with_cotangents_times(
+                    constants_of(plan.jaxpr), 1 / scale
+                )
                 arrays = differentiation.with_cotangents_times(arrays, 1 / scale)
-                plan = dataclasses.replace(plan, jaxpr=jex_core.ClosedJaxpr(open_jaxpr(plan.jaxpr), closed_over))
-            evaluate = lambda arrays: interpreter.run(plan, arrays, self.settings)
+                plan = dataclasses.replace(
+                    plan,
+                    jaxpr=jex_core.ClosedJaxpr(open_jaxpr(plan.jaxpr), closed_over),
+                )
+
+            def evaluate(arrays):
+                return interpreter.run(plan, arrays, self.settings)
+
             if self.checkpoint is not None:
                 evaluate = jax.checkpoint(evaluate, policy=self.checkpoint)
             values = evaluate(arrays)
@@ -66,30 +95,56 @@ class Autocast:
                 values = differentiation.with_cotangents_times(values, scale)
             if self.needs_a_scale and traced.plan.changes:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
-        values = [x if dtype is None else x.astype(dtype) for x, dtype in zip(values, traced.dtypes, strict=True)]
+        values = [
+            x if dtype is None else x.astype(dtype)
+            for x, dtype in zip(values, traced.dtypes, strict=True)
+        ]
         result, changes = traced.rebuild(values)
         in_place.hand_back((args, kwargs), changes)
         return result
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Traced":
-        """Trace the function on a float32 view of its arguments, and plan what to do with each operation."""
-        flat, names = jax.tree.leaves_with_path((args, kwargs)), _trees.path_names((args, kwargs))
-        views, leaves = differentiation.views_of([leaf for _, leaf in flat], _name(self.fun))
-        positions = [i for i, leaf in enumerate(leaves) if _trees.is_array(leaf) and not isinstance(leaf, np.bool_)]
+        """Trace the function on a float32 view of its arguments, and plan what to do
+        with each operation.
+        """
+        flat, names = (
+            jax.tree.leaves_with_path((args, kwargs)),
+            _trees.path_names((args, kwargs)),
+        )
+        views, leaves = differentiation.views_of(
+            [leaf for _, leaf in flat], _name(self.fun)
+        )
+        positions = [
+            i
+            for i, leaf in enumerate(leaves)
+            if _trees.is_array(leaf) and not isinstance(leaf, np.bool_)
+        ]
         result: list[Any] = []
 
         def program(*arrays):
             given = dict(zip(positions, arrays, strict=True))
-            copy = in_place.copy_with(args, kwargs, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
+            copy = in_place.copy_with(
+                args, kwargs, [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+            )
             returned = self.fun(*copy.args, **copy.kwargs)
             _require_leaves(self.fun, jax.tree.leaves(returned))
             out, out_treedef = jax.tree.flatten((returned, copy.changes()))
-            result[:] = [out_treedef, [None if _trees.is_array(leaf) else leaf for leaf in out]]
+            result[:] = [
+                out_treedef,
+                [None if _trees.is_array(leaf) else leaf for leaf in out],
+            ]
             return [leaf for leaf in out if _trees.is_array(leaf)]
 
         arrays = [leaves[i] for i in positions]
-        arrays = [jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x for x in arrays]
-        halves = {n: flat[i][1].dtype for n, i in enumerate(positions) if _trees.is_narrower(flat[i][1])}
+        arrays = [
+            jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x
+            for x in arrays
+        ]
+        halves = {
+            n: flat[i][1].dtype
+            for n, i in enumerate(positions)
+            if _trees.is_narrower(flat[i][1])
+        }
         jaxpr = tracing.viewed(program, arrays, halves, _name(self.fun))
         tags = [
             Tag(
@@ -97,34 +152,54 @@ class Autocast:
                 self._override(names[flat[i][0]], leaves[i]),
                 is_argument=True,
                 gradient_in=getattr(views[i], "gradient_in", None),
-                stored_in=(half := leaves[i].dtype if _trees.is_narrower(leaves[i]) else None),
+                stored_in=(
+                    half := leaves[i].dtype if _trees.is_narrower(leaves[i]) else None
+                ),
                 moved_in=half,
             )
             for i in positions
         ]
         plan = Planner(self.settings).plan(jaxpr, tuple(tags))
-        rounded_to = [None if self.settings.has_wide_gradients else demand.cotangent_in for demand in plan.demands]
+        rounded_to = [
+            None if self.settings.has_wide_gradients else demand.cotangent_in
+            for demand in plan.demands
+        ]
         by_position = dict(zip(positions, rounded_to, strict=True))
         for i, view in enumerate(views):
             if view is not None:
                 view.rounded_to.append(by_position.get(i))
         treedef, static = result
         dtypes = [tag.stored_in for tag in plan.out_tags]
-        # A result with elements and the shape of an argument in 16 bits, as a cache that is rolled, is as in plain JAX.
+        # A result with elements and the shape of an argument in 16 bits, as a cache
+        # that is rolled, is as in plain JAX.
         shapes = {x.shape for x, tag in zip(arrays, tags, strict=True) if tag.moved_in}
-        is_moved = lambda v, tag: is_f32(v) and tag.moved_in and not tag.stored_in and v.aval.shape in shapes
+
+        def is_moved(v, tag):
+            return (
+                is_f32(v)
+                and tag.moved_in
+                and not tag.stored_in
+                and v.aval.shape in shapes
+            )
+
         results = open_jaxpr(plan.jaxpr).outvars
         moved = [*map(is_moved, results, plan.out_tags)]
         if any(moved):
             own = tracing.dtypes_of_results(program, arrays, halves, results)
-            dtypes = [mine if moves else dtype for mine, moves, dtype in zip(own, moved, dtypes, strict=False)]
+            dtypes = [
+                mine if moves else dtype
+                for mine, moves, dtype in zip(own, moved, dtypes, strict=False)
+            ]
         return Traced(plan, arrays, dtypes, treedef, static)
 
     @property
     def has_float16(self) -> bool:
         """Return whether the function computes in float16, or may by an override."""
         overrides = self.policy.overrides if self.policy else ()
-        dtypes = [self.settings.precision.dtype, *(np.dtype(override) for _, override in overrides)]
+        dtypes = [
+            self.settings.precision.dtype,
+            *(np.dtype(override) for _, override in overrides),
+        ]
         return np.dtype(np.float16) in dtypes
 
     @property
@@ -133,10 +208,14 @@ class Autocast:
         return self.has_float16 and self.loss_scale is None
 
     def _override(self, name: str, leaf: Any) -> precisions.ContractionPrecision | None:
-        """Return the precision of contractions with a leaf, if an override of the policy names it."""
+        """Return the precision of contractions with a leaf, if an override of the
+        policy names it.
+        """
         if self.policy is None or not _trees.is_floating(leaf):
             return None
-        dtype = self.policy.override_at("/".join(name.split("/")[2:]))  # without the name of the argument
+        dtype = self.policy.override_at(
+            "/".join(name.split("/")[2:])
+        )  # without the name of the argument
         return None if dtype is None else precisions.precision_of_dtype(dtype)
 
 
@@ -146,23 +225,35 @@ class Traced:
 
     plan: Plan
     arrays: list[Any]  # the arguments that are arrays
-    dtypes: list[np.dtype | None]  # of the result's arrays; None for those that they are traced with
+    dtypes: list[
+        np.dtype | None
+    ]  # of the result's arrays; None for those that they are traced with
     treedef: Any  # of the result, and of what the function changes in Flax NNX modules
-    static: list[Any]  # the leaves of these that are not arrays, and None in the place of arrays
+    static: list[
+        Any
+    ]  # the leaves of these that are not arrays, and None in the place of arrays
 
     def rebuild(self, arrays: list[Any]) -> tuple[Any, Any]:
         """Return the function's result and its changes, from their arrays."""
         rest = iter(arrays)
-        return jax.tree.unflatten(self.treedef, [next(rest) if leaf is None else leaf for leaf in self.static])
+        return jax.tree.unflatten(
+            self.treedef, [next(rest) if leaf is None else leaf for leaf in self.static]
+        )
 
 
 class Function:
     """A function under autocast. Unlike a closure it can be pickled under any name."""
 
     def __init__(self, record: Autocast) -> None:
-        # The attributes of a model are its weights: the wrapped function must not keep them alive.
-        functools.update_wrapper(self, record.fun, updated=("__dict__",) if inspect.isroutine(record.fun) else ())
-        self.record = record  # last: a function around an autocast function may have its attributes
+        # The attributes of a model are its weights: the wrapped function must not keep
+        # them alive.
+        functools.update_wrapper(
+            self,
+            record.fun,
+            updated=("__dict__",) if inspect.isroutine(record.fun) else (),
+        )
+        # last: a function around an autocast function may have its attributes
+        self.record = record
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.record.run(self.record.trace(args, kwargs), args, kwargs)
@@ -175,7 +266,9 @@ class Function:
 
 
 def autocast_of(fun: Any) -> Autocast | None:
-    """Return the parts of a function that `autocast` made; None for any other function."""
+    """Return the parts of a function that `autocast` made; None for any other
+    function.
+    """
     return fun.record if isinstance(fun, Function) else None
 
 
@@ -188,74 +281,99 @@ def autocast(
     reduce_dtype: DTypeLike | None = None,
     loss_scale: NoOpLossScale | StaticLossScale | None = None,
 ) -> F:
-    """Run a function in float32, with its contractions in a lower precision: `torch.autocast` for JAX.
+    """Run a function in float32, with its contractions in a lower precision:
+    `torch.autocast` for JAX.
 
-    The model is written once, without dtypes. Its matrix products and convolutions run in bfloat16, float16, TF32 or
-    three bfloat16 products. Everything else runs in float32: softmax, norms, exponentials, losses, and every sum, in
-    the backward pass too. (Gradients of parameters that are cast to bfloat16 are added up in bfloat16, where 1 added
-    1,000 times is 256.)
+    The model is written once, without dtypes. Its matrix products and convolutions run
+    in bfloat16, float16, TF32 or three bfloat16 products. Everything else runs in
+    float32: softmax, norms, exponentials, losses, and every sum, in the backward pass
+    too. (Gradients of parameters that are cast to bfloat16 are added up in bfloat16,
+    where 1 added 1,000 times is 256.)
 
-    Arguments are viewed as float32, without a copy. A contraction of float32 values rounds its operands to the compute
-    dtype, and so do the contractions of its gradients. The result is in the compute dtype and viewed as float32 again.
-    Products with a vector (`vdot`, norms, counts), sums of fewer than 8 numbers (rotary angles), products that ask for
-    a high precision, and the bodies of custom derivatives and kernels run as they are. A product of two matrices, or of
-    a vector and an argument in 16 bits, is narrowed also if it counts: `full_precision` keeps it. `explain` shows what
-    happens to a function.
+    Arguments are viewed as float32, without a copy. A contraction of float32 values
+    rounds its operands to the compute dtype, and so do the contractions of its
+    gradients. The result is in the compute dtype and viewed as float32 again. Products
+    with a vector (`vdot`, norms, counts), sums of fewer than 8 numbers (rotary angles),
+    products that ask for a high precision, and the bodies of custom derivatives and
+    kernels run as they are. A product of two matrices, or of a vector and an argument
+    in 16 bits, is narrowed also if it counts: `full_precision` keeps it. `explain`
+    shows what happens to a function.
 
-    Each call traces the function, so put `jax.jit` around it. What the function changes in variables of a Flax NNX
-    module among its arguments, such as batch statistics, changes in that module; other arguments stay as they were, as
-    under `jax.jit`. `autocast` composes with the transformations of JAX, inside and outside. Of two autocasts the inner
-    one wins.
+    Each call traces the function, so put `jax.jit` around it. What the function changes
+    in variables of a Flax NNX module among its arguments, such as batch statistics,
+    changes in that module; other arguments stay as they were, as under `jax.jit`.
+    `autocast` composes with the transformations of JAX, inside and outside. Of two
+    autocasts the inner one wins.
 
     Args:
-        fun: any function of pytrees. It gets arguments that are not arrays (flags, `np.bool_` too, strings) unchanged.
-            Arrays that it closes over keep their dtype: pass parameters as arguments.
-        policy_or_dtype: a dtype or its name (`"bf16"`, `"f16"`); for matrix products only, `"bf16x3"`, `"tf32"`
-            (float32 on a CPU), `"fp8"` or an `Fp8`; or the name of a recipe, a policy or its string
-            (`"compute=bf16"`). `autocast` reads a policy's `compute_dtype`, `fp8`, `reduce_dtype` and `overrides` (for
-            contractions with the arguments they name). It rounds no result: `Policy.cast_to_output` does.
-        rules: from primitives or their names to `"narrow"`, `"follow"`, `"keep"` or `"enter"`; `DEFAULT_RULES` has the
-            rules of all others.
-        checkpoint: what is kept for the backward pass instead of computed again: `"dots"` (results of contractions, in
-            the compute dtype), `"dots_with_no_batch_dims"`, `"nothing"`, `"everything"`, or a policy of
-            `jax.checkpoint`. None leaves it to the function. Around a whole loss it shrinks what is kept between the
-            passes; around each layer it lowers the peak too.
-        reduce_dtype: the dtype of gradients of weights while they are added up, over devices too: float32, or the
-            compute dtype, which sends half as many bytes and rounds at each addition between devices. None: as the
-            policy says, else float32 if the program may run on more than one device (`jax.set_mesh`, or
-            `jax.device_count()`), and the compute dtype on one. It reaches weights that go into a contraction directly,
-            reshaped or moved, not `w + lora`.
-        loss_scale: for a float16 function that somebody differentiates without `mpx.value_and_grad`, such as a
-            trainer with a `jax.grad` of its own. `StaticLossScale(2.0**12)` scales inside of the function: cotangents
-            are multiplied where they enter it, and divided in float32 where they leave, so that the trainer gets true
-            gradients (or infinities, if the scale is too large). It allows no forward mode (`jax.jvp`). A
-            `jax.custom_vjp` inside that clips its cotangent clips the scaled one. `NoOpLossScale()` says that the
-            caller scales the loss himself, or wants no scale. None warns: gradients below 6e-8 become zero in float16.
+        fun: any function of pytrees. It gets arguments that are not arrays (flags,
+            `np.bool_` too, strings) unchanged. Arrays that it closes over keep their
+            dtype: pass parameters as arguments.
+        policy_or_dtype: a dtype or its name (`"bf16"`, `"f16"`); for matrix products
+            only, `"bf16x3"`, `"tf32"` (float32 on a CPU), `"fp8"` or an `Fp8`; or the
+            name of a recipe, a policy or its string (`"compute=bf16"`). `autocast`
+            reads a policy's `compute_dtype`, `fp8`, `reduce_dtype` and `overrides` (for
+            contractions with the arguments they name). It rounds no result:
+            `Policy.cast_to_output` does.
+        rules: from primitives or their names to `"narrow"`, `"follow"`, `"keep"` or
+            `"enter"`; `DEFAULT_RULES` has the rules of all others.
+        checkpoint: what is kept for the backward pass instead of computed again:
+            `"dots"` (results of contractions, in the compute dtype),
+            `"dots_with_no_batch_dims"`, `"nothing"`, `"everything"`, or a policy of
+            `jax.checkpoint`. None leaves it to the function. Around a whole loss it
+            shrinks what is kept between the passes; around each layer it lowers the
+            peak too.
+        reduce_dtype: the dtype of gradients of weights while they are added up, over
+            devices too: float32, or the compute dtype, which sends half as many bytes
+            and rounds at each addition between devices. None: as the policy says, else
+            float32 if the program may run on more than one device (`jax.set_mesh`, or
+            `jax.device_count()`), and the compute dtype on one. It reaches weights that
+            go into a contraction directly, reshaped or moved, not `w + lora`.
+        loss_scale: for a float16 function that somebody differentiates without
+            `mpx.value_and_grad`, such as a trainer with a `jax.grad` of its own.
+            `StaticLossScale(2.0**12)` scales inside of the function: cotangents are
+            multiplied where they enter it, and divided in float32 where they leave, so
+            that the trainer gets true gradients (or infinities, if the scale is too
+            large). It allows no forward mode (`jax.jvp`). A `jax.custom_vjp` inside
+            that clips its cotangent clips the scaled one. `NoOpLossScale()` says that
+            the caller scales the loss himself, or wants no scale. None warns: gradients
+            below 6e-8 become zero in float16.
 
     Returns:
-        A function with the arguments of `fun` and its results for float32 arguments. But a 16-bit argument that is
-        returned, as it is, moved, or with elements written into it (`cache.at[i].set(k)`), keeps its dtype, so that a
-        loop can carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`, since inside `h.dtype` is
-        float32; but an array that meets such casts, as in `cache.at[i].set(k.astype(jnp.bfloat16))`, may be itself.
-        Gradients have the dtypes of the arguments; those of `mpx.value_and_grad` and `mpx.grad` are unrounded float32.
+        A function with the arguments of `fun` and its results for float32 arguments.
+        But a 16-bit argument that is returned, as it is, moved, or with elements
+        written into it (`cache.at[i].set(k)`), keeps its dtype, so that a loop can
+        carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`,
+        since inside `h.dtype` is float32; but an array that meets such casts, as in
+        `cache.at[i].set(k.astype(jnp.bfloat16))`, may be itself. Gradients have the
+        dtypes of the arguments; those of `mpx.value_and_grad` and `mpx.grad` are
+        unrounded float32.
 
     Raises:
-        TypeError: if `fun` is not a function; at the call, if a result is neither an array nor a pytree.
+        TypeError: if `fun` is not a function; at the call, if a result is neither an
+            array nor a pytree.
         ValueError: if an option has another value.
 
     Example:
         >>> layer = lambda w, x: jax.nn.softmax(x @ w)
         >>> w, x = jnp.ones((8, 2), jnp.bfloat16), jnp.ones((3, 8))
         >>> eqns = jax.make_jaxpr(autocast(layer, "bf16"))(w, x).eqns
-        >>> [eqn.outvars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "dot_general"]
+        >>> [
+        ...     eqn.outvars[0].aval.dtype
+        ...     for eqn in eqns
+        ...     if eqn.primitive.name == "dot_general"
+        ... ]
         [dtype(bfloat16)]
         >>> autocast(layer, "bf16")(w, x).dtype
         dtype('float32')
 
     References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); the lists of `torch.amp`.
+        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); the lists
+        of `torch.amp`.
     """
-    record = make_autocast(fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale)
+    record = make_autocast(
+        fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale
+    )
     return Function(record)  # type: ignore[return-value]
 
 
@@ -267,10 +385,14 @@ def make_autocast(
     reduce_dtype: DTypeLike | None,
     loss_scale: NoOpLossScale | StaticLossScale | None = None,
 ) -> Autocast:
-    """Check the arguments of `autocast`, and return the parts of an autocast function."""
+    """Check the arguments of `autocast`, and return the parts of an autocast
+    function.
+    """
     if not callable(fun):
         raise TypeError(f"`autocast` needs a function, but got {type(fun).__name__}.")
-    if isinstance(policy_or_dtype, str) and ("=" in policy_or_dtype or "-" in policy_or_dtype):
+    if isinstance(policy_or_dtype, str) and (
+        "=" in policy_or_dtype or "-" in policy_or_dtype
+    ):
         policy_or_dtype = get_policy(policy_or_dtype)
     precision = precisions.get_precision(policy_or_dtype)
     policy = policy_or_dtype if isinstance(policy_or_dtype, Policy) else None
@@ -278,25 +400,32 @@ def make_autocast(
         reduce_dtype = policy.reduce_dtype
     reduced = _checked_reduce_dtype(reduce_dtype, precision)
     settings = Settings(precision, _checked_rules(rules), reduced)
-    if not (loss_scale is None or isinstance(loss_scale, (NoOpLossScale, StaticLossScale))):
+    if not (
+        loss_scale is None or isinstance(loss_scale, (NoOpLossScale, StaticLossScale))
+    ):
         raise TypeError(
-            "`autocast`: `loss_scale` must be `StaticLossScale(number)`, `NoOpLossScale()` or None, but got "
-            f"{loss_scale!r}. A dynamic scale lives in the optimizer's state: see `mpx.value_and_grad`."
+            "`autocast`: `loss_scale` must be `StaticLossScale(number)`,"
+            f" `NoOpLossScale()` or None, but got {loss_scale!r}. A dynamic scale lives"
+            " in the optimizer's state: see `mpx.value_and_grad`."
         )
     if isinstance(loss_scale, StaticLossScale):
         require_powers_of_two(loss_scale, "autocast")
     record = Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), loss_scale)
     if isinstance(loss_scale, StaticLossScale) and not record.has_float16:
-        raise ValueError(f"`autocast`: `loss_scale` was given, but {precision.name} needs none. Leave it out.")
+        raise ValueError(
+            f"`autocast`: `loss_scale` was given, but {precision.name} needs none."
+            " Leave it out."
+        )
     return record
 
 
 def full_precision(fun: F) -> F:
     """Make a function an island of float32, where `autocast` narrows nothing.
 
-    Outside `autocast`, 16-bit floating arguments are widened to float32, the function runs in float32, and float32
-    results are cast back to the dtype of the floating arguments, if they share one. Inside `autocast`, arguments and
-    results are float32. Matrix products of float32 numbers run at the highest precision, not in TF32.
+    Outside `autocast`, 16-bit floating arguments are widened to float32, the function
+    runs in float32, and float32 results are cast back to the dtype of the floating
+    arguments, if they share one. Inside `autocast`, arguments and results are float32.
+    Matrix products of float32 numbers run at the highest precision, not in TF32.
 
     Args:
         fun: any function of pytrees.
@@ -311,61 +440,112 @@ def full_precision(fun: F) -> F:
         >>> logits = full_precision(lambda x, w: x @ w)
         >>> logits(jnp.ones((2, 8), jnp.bfloat16), jnp.ones((8, 3), jnp.bfloat16)).dtype
         dtype(bfloat16)
-        >>> program = jax.make_jaxpr(autocast(logits, "bf16"))(jnp.ones((2, 8)), jnp.ones((8, 3)))
+        >>> program = jax.make_jaxpr(autocast(logits, "bf16"))(
+        ...     jnp.ones((2, 8)), jnp.ones((8, 3))
+        ... )
         >>> program.eqns[0].outvars[0].aval.dtype
         dtype('float32')
     """
     if not callable(fun):
-        raise TypeError(f"`full_precision` needs a function, but got {type(fun).__name__}.")
+        raise TypeError(
+            f"`full_precision` needs a function, but got {type(fun).__name__}."
+        )
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves((args, kwargs)) if _trees.is_floating(leaf)}
+        dtypes = {
+            leaf.dtype
+            for leaf in jax.tree.leaves((args, kwargs))
+            if _trees.is_floating(leaf)
+        }
         halves = {dtype for dtype in dtypes if dtype.itemsize == 2}
         with jax.named_scope(DECIDED), jax.default_matmul_precision("highest"):
-            if not halves:  # pass the original arguments, since the function may change them
+            if (
+                not halves
+            ):  # pass the original arguments, since the function may change them
                 return fun(*args, **kwargs)
-            narrow = lambda leaf: leaf.dtype.itemsize == 2
-            leaves = _trees.cast_tree(jax.tree.leaves((args, kwargs)), jnp.float32, which=narrow)
+
+            def narrow(leaf):
+                return leaf.dtype.itemsize == 2
+
+            leaves = _trees.cast_tree(
+                jax.tree.leaves((args, kwargs)), jnp.float32, which=narrow
+            )
             wide = in_place.copy_with(args, kwargs, leaves)
             result = fun(*wide.args, **wide.kwargs)
             in_place.hand_back((args, kwargs), wide.changes())
-            is_f32 = lambda leaf: leaf.dtype == jnp.float32
-            return _trees.cast_tree(result, dtypes.pop(), which=is_f32) if len(dtypes) == 1 else result
+
+            def is_f32(leaf):
+                return leaf.dtype == jnp.float32
+
+            return (
+                _trees.cast_tree(result, dtypes.pop(), which=is_f32)
+                if len(dtypes) == 1
+                else result
+            )
 
     return wrapped  # type: ignore[return-value]
 
 
 def _warn_if_nothing_is_narrowed(record: Autocast, plan: Plan) -> None:
-    """Warn if products stay wider than asked for, all of them, for a reason that their author may not know."""
+    """Warn if products stay wider than asked for, all of them, for a reason that their
+    author may not know.
+    """
     reason = _why_nothing_is_narrowed(record.settings.precision, plan)
     if reason is not None:
         name = record.settings.precision.name
-        text = f"`autocast`: no matrix product of `{_name(record.fun)}` runs in {name}: {reason}"
+        text = (
+            f"`autocast`: no matrix product of `{_name(record.fun)}` runs in {name}:"
+            f" {reason}"
+        )
         _errors.warn(f"{text} `mpx.explain` shows each product.")
 
 
-def _why_nothing_is_narrowed(precision: precisions.ContractionPrecision, plan: Plan) -> str | None:
-    placed = [(step, outer) for step, _, outer in walk(plan.steps) if facts_of(step.eqn).contraction]
-    if precision.fp8 is not None and any(map(_is_in_8_bits, [step for step, _ in placed])):
+def _why_nothing_is_narrowed(
+    precision: precisions.ContractionPrecision, plan: Plan
+) -> str | None:
+    placed = [
+        (step, outer)
+        for step, _, outer in walk(plan.steps)
+        if facts_of(step.eqn).contraction
+    ]
+    if precision.fp8 is not None and any(
+        map(_is_in_8_bits, [step for step, _ in placed])
+    ):
         return None
-    missed = [step.reason for step, _ in placed if step.action == "narrow" and step.reason]
+    missed = [
+        step.reason for step, _ in placed if step.action == "narrow" and step.reason
+    ]
     if precision.fp8 is not None and missed:
         return f"the reason for the first of {len(missed)} is: {missed[0]}."
     # Kept products of 16 bits were narrowed by their author, or by an autocast inside.
-    if not precision.is_narrow or any(step.action == "narrow" or _bits(step) < 32 for step, _ in placed):
+    if not precision.is_narrow or any(
+        step.action == "narrow" or _bits(step) < 32 for step, _ in placed
+    ):
         return None
-    custom = [eqn for _, outer in placed for eqn in outer if facts_of(eqn).runs == "custom"]
+    custom = [
+        eqn for _, outer in placed for eqn in outer if facts_of(eqn).runs == "custom"
+    ]
     if custom:
         return (
-            f"they stand in a function with a custom derivative, `{_name_of_call(custom[0])}`, and run as its author "
-            "wrote it. Put `autocast` around what it calls (of a differential equation: around the vector field)."
+            "they stand in a function with a custom derivative,"
+            f" `{_name_of_call(custom[0])}`, and run as its author wrote it. Put"
+            " `autocast` around what it calls (of a differential equation: around the"
+            " vector field)."
         )
     setting = getattr(jax.config, "jax_default_matmul_precision", None)
-    if setting is not None and any(contraction.asked_precision(step.eqn) for step, _ in placed):
-        return f"`jax_default_matmul_precision` is {setting!r}, which some libraries set when they are imported."
+    if setting is not None and any(
+        contraction.asked_precision(step.eqn) for step, _ in placed
+    ):
+        return (
+            f"`jax_default_matmul_precision` is {setting!r}, which some libraries set"
+            " when they are imported."
+        )
     reasons = [step.reason or "" for step, _ in placed]
-    if reasons and all(reason.startswith(("operands are complex", "operands are float")) for reason in reasons):
+    if reasons and all(
+        reason.startswith(("operands are complex", "operands are float"))
+        for reason in reasons
+    ):
         return f"{reasons[0]}."
     return None
 
@@ -380,7 +560,9 @@ def _is_in_8_bits(step: Step) -> bool:
 
 
 def _represented(view: differentiation.View | None) -> np.dtype | None:
-    """Return the 16-bit dtype that has the values of a float32 argument, if one is known."""
+    """Return the 16-bit dtype that has the values of a float32 argument, if one is
+    known.
+    """
     return None if view is None or view.narrow is view.wide else view.narrow.dtype
 
 
@@ -394,30 +576,44 @@ def _name_of_call(eqn: JaxprEqn) -> str:
 
 
 def _require_leaves(fun: Any, leaves: list[Any]) -> None:
-    """Raise for a result that is no pytree: JAX would not see the arrays inside of it."""
-    is_plain = lambda leaf: isinstance(leaf, (bool, int, float, complex, str, bytes, np.dtype, enum.Enum))
+    """Raise for a result that is no pytree: JAX would not see the arrays inside of
+    it.
+    """
+
+    def is_plain(leaf):
+        return isinstance(
+            leaf, (bool, int, float, complex, str, bytes, np.dtype, enum.Enum)
+        )
+
     for leaf in leaves:
         if not (_trees.is_array(leaf) or is_plain(leaf) or callable(leaf)):
             raise TypeError(
-                f"`autocast`: `{_name(fun)}` returns a value of type {type(leaf)}, which is neither an array nor a "
-                "pytree. Return the arrays inside of it, or register the type (`jax.tree_util.register_dataclass`)."
+                f"`autocast`: `{_name(fun)}` returns a value of type {type(leaf)},"
+                " which is neither an array nor a pytree. Return the arrays inside of"
+                " it, or register the type (`jax.tree_util.register_dataclass`)."
             )
 
 
 def _checked_rules(rules: Mapping[Any, Rule]) -> Mapping[str, Rule]:
-    """Return the table by names of primitives. Unknown names are refused, because they would do nothing."""
+    """Return the table by names of primitives. Unknown names are refused, because they
+    would do nothing.
+    """
     checked = dict(DEFAULT_RULES)
     for key, rule in rules.items():
         is_own = isinstance(key, jex_core.Primitive)
         name = key.name if is_own else key
         if not is_own and name not in known_names():
             raise ValueError(
-                f"`autocast`: no primitive of jax is called {name!r}, which `rules` has. Print `jax.make_jaxpr` of the "
-                "function to see names. For a primitive of your own, give the primitive itself."
+                f"`autocast`: no primitive of jax is called {name!r}, which `rules`"
+                " has. Print `jax.make_jaxpr` of the function to see names. For a"
+                " primitive of your own, give the primitive itself."
             )
         possible = _possible_rules(name, is_own=is_own)
         if rule not in possible:
-            raise ValueError(f"`autocast`: the rule of {name!r} is {rule!r}; it can be {' or '.join(possible)}.")
+            raise ValueError(
+                f"`autocast`: the rule of {name!r} is {rule!r}; it can be"
+                f" {' or '.join(possible)}."
+            )
         checked[name] = rule
     return checked
 
@@ -435,18 +631,21 @@ def _checked_reduce_dtype(
     dtype = None if reduce_dtype is None else dtype_or_none(reduce_dtype)
     if reduce_dtype is not None and dtype not in (np.float32, precision.dtype):
         raise ValueError(
-            f"`autocast`: `reduce_dtype` must be float32, the compute dtype ({precision.dtype}) or None, but got "
-            f"{reduce_dtype!r}."
+            "`autocast`: `reduce_dtype` must be float32, the compute dtype"
+            f" ({precision.dtype}) or None, but got {reduce_dtype!r}."
         )
     return dtype
 
 
-def _checkpoint_policy(checkpoint: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
+def _checkpoint_policy(
+    checkpoint: str | Callable[..., Any] | None,
+) -> Callable[..., Any] | None:
     if checkpoint is None or callable(checkpoint):
         return checkpoint
     if checkpoint not in _CHECKPOINTS:
         raise ValueError(
-            f"`autocast`: `checkpoint` must be one of {', '.join(map(repr, _CHECKPOINTS))}, a policy such as those in "
-            f"`jax.checkpoint_policies`, or None, but got {checkpoint!r}."
+            "`autocast`: `checkpoint` must be one of"
+            f" {', '.join(map(repr, _CHECKPOINTS))}, a policy such as those in"
+            f" `jax.checkpoint_policies`, or None, but got {checkpoint!r}."
         )
     return getattr(jax.checkpoint_policies, f"{checkpoint}_saveable")

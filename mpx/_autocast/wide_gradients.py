@@ -1,8 +1,9 @@
 """Contractions in the compute dtype whose gradients are unrounded float32 sums.
 
-JAX gives a gradient the dtype of its operand. So the derivative in the direction of an operand that wants a float32
-gradient is a primitive of its own, which holds the program of the contraction and is linear in its first operand. Its
-transpose is that of JAX, but with a float32 result. The contraction itself stays what it is: checkpoints and tools
+JAX gives a gradient the dtype of its operand. So the derivative in the direction of an
+operand that wants a float32 gradient is a primitive of its own, which holds the program
+of the contraction and is linear in its first operand. Its transpose is that of JAX, but
+with a float32 result. The contraction itself stays what it is: checkpoints and tools
 recognize it.
 """
 
@@ -20,8 +21,12 @@ from mpx._jaxprs import is_f32, is_literal, propagate
 from mpx._primitives import facts_of
 
 
-def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: Sequence[bool]) -> jax.Array:
-    """Run a contraction with its first two operands rounded to `dtype`; `wide` says which get float32 gradients."""
+def contract(
+    eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: Sequence[bool]
+) -> jax.Array:
+    """Run a contraction with its first two operands rounded to `dtype`; `wide` says
+    which get float32 gradients.
+    """
     params = eqn.params | {"preferred_element_type": dtype}
 
     def product(lhs: Any, rhs: Any, *rest: Any) -> Any:
@@ -32,10 +37,20 @@ def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: Sequence
         lhs, rhs, *rest = primals
         result = product(lhs, rhs, *rest)
         kept = [lax.convert_element_type(x, dtype) for x in (lhs, rhs)]
-        in_directions = (product, kept[1]), (lambda x, lhs, *rest: product(lhs, x, *rest), kept[0])
+        in_directions = (
+            (product, kept[1]),
+            (
+                lambda x, lhs, *rest: product(lhs, x, *rest),
+                kept[0],
+            ),
+        )
         parts = [
-            (_derivative_of(function, is_wide=True) if is_wide else function)(t, other, *rest)
-            for t, (function, other), is_wide in zip(tangents[:2], in_directions, wide, strict=True)
+            (_derivative_of(function, is_wide=True) if is_wide else function)(
+                t, other, *rest
+            )
+            for t, (function, other), is_wide in zip(
+                tangents[:2], in_directions, wide, strict=True
+            )
             if not isinstance(t, SymbolicZero)
         ]
         return result, sum(parts[1:], parts[0])
@@ -45,9 +60,15 @@ def contract(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, wide: Sequence
     return differentiable(*operands)
 
 
-def _derivative_of(function: Callable[..., Any], *, is_wide: bool) -> Callable[..., Any]:
-    """Return a function that is linear in its first operand, with a transpose that adds up in float32 if `is_wide`."""
-    return lambda *operands: _derivative.bind(*operands, program=jax.make_jaxpr(function)(*operands), is_wide=is_wide)
+def _derivative_of(
+    function: Callable[..., Any], *, is_wide: bool
+) -> Callable[..., Any]:
+    """Return a function that is linear in its first operand, with a transpose that adds
+    up in float32 if `is_wide`.
+    """
+    return lambda *operands: _derivative.bind(
+        *operands, program=jax.make_jaxpr(function)(*operands), is_wide=is_wide
+    )
 
 
 def run_program(*operands: Any, program: ClosedJaxpr, **_: Any) -> Any:
@@ -56,35 +77,60 @@ def run_program(*operands: Any, program: ClosedJaxpr, **_: Any) -> Any:
 
 
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
-    """Differentiate once more: in the direction of `x` alike, in that of the other operand as JAX does."""
+    """Differentiate once more: in the direction of `x` alike, in that of the other
+    operand as JAX does.
+    """
     (x, other, *rest), (of_x, of_other, *_) = primals, tangents
-    parts = [] if type(of_x) is ad.Zero else [_derivative.bind(of_x, other, *rest, **params)]
+    parts = (
+        []
+        if type(of_x) is ad.Zero
+        else [_derivative.bind(of_x, other, *rest, **params)]
+    )
     if type(of_other) is not ad.Zero:
-        along = lambda t, x, y, *rest: jax.jvp(lambda y: run_program(x, y, *rest, **params), (y,), (t,))[1]
+
+        def along(t, x, y, *rest):
+            return jax.jvp(lambda y: run_program(x, y, *rest, **params), (y,), (t,))[1]
+
         parts.append(_derivative_of(along, is_wide=False)(of_other, x, other, *rest))
     return _derivative.bind(*primals, **params), sum(parts[1:], parts[0])
 
 
-def _batched(operands: list[Any], axes: list[int | None], program: ClosedJaxpr, is_wide: bool) -> tuple[Any, int]:
-    """Batch as JAX batches the contraction itself, so that a weight without a batch gets one gradient."""
+def _batched(
+    operands: list[Any], axes: list[int | None], program: ClosedJaxpr, is_wide: bool
+) -> tuple[Any, int]:
+    """Batch as JAX batches the contraction itself, so that a weight without a batch
+    gets one gradient.
+    """
     batched = jax.vmap(lambda *operands: run_program(*operands, program=program), axes)
     return _derivative_of(batched, is_wide=is_wide)(*operands), 0
 
 
-def _transposed(cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_wide: bool) -> list[Any]:
-    """Run JAX's transpose of the program; if `is_wide`, with a float32 result of the contraction in it."""
+def _transposed(
+    cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_wide: bool
+) -> list[Any]:
+    """Run JAX's transpose of the program; if `is_wide`, with a float32 result of the
+    contraction in it.
+    """
     nothing = [None] * len(others)
     if type(cotangent) is ad.Zero:
         return [None, *nothing]
-    pull = jax.linear_transpose(lambda x: run_program(x, *others, program=program), x.aval)
+    pull = jax.linear_transpose(
+        lambda x: run_program(x, *others, program=program), x.aval
+    )
     if not is_wide:
         return [*pull(cotangent), *nothing]
     transposed = jax.make_jaxpr(lambda cotangent: pull(cotangent)[0])(cotangent)
     return [evaluated(transposed, [cotangent], _bound_in_f32), *nothing]
 
 
-def evaluated(program: ClosedJaxpr, operands: Any, contracted: Callable[[JaxprEqn, list[Any]], Any]) -> Any:
-    """Return the result of a program whose contractions are computed by a function of the equation and its operands."""
+def evaluated(
+    program: ClosedJaxpr,
+    operands: Any,
+    contracted: Callable[[JaxprEqn, list[Any]], Any],
+) -> Any:
+    """Return the result of a program whose contractions are computed by a function of
+    the equation and its operands.
+    """
     constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
 
     def run(eqn: JaxprEqn, operands: list[Any]) -> Any:
@@ -93,21 +139,30 @@ def evaluated(program: ClosedJaxpr, operands: Any, contracted: Callable[[JaxprEq
         results = eqn.primitive.bind(*operands, **eqn.params)
         return results if eqn.primitive.multiple_results else [results]
 
-    return propagate(program, operands, run, lambda v: v.val if is_literal(v) else constants[v])[0]
+    return propagate(
+        program, operands, run, lambda v: v.val if is_literal(v) else constants[v]
+    )[0]
 
 
 def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
     """Bind a contraction of 16-bit operands with a float32 result."""
     params = eqn.params | {"preferred_element_type": np.dtype(np.float32)}
-    return _derivative_of(lambda *operands: eqn.primitive.bind(*operands, **params), is_wide=False)(*operands)
+    return _derivative_of(
+        lambda *operands: eqn.primitive.bind(*operands, **params), is_wide=False
+    )(*operands)
 
 
 def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
-    """Widen the operands of float32 sums, which changes no term: XLA on a CPU (jax 0.10, 0.11) cannot run them all."""
+    """Widen the operands of float32 sums, which changes no term: XLA on a CPU (jax
+    0.10, 0.11) cannot run them all.
+    """
 
     def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
         if is_f32(eqn.outvars[0]):
-            operands = [*(lax.convert_element_type(x, np.float32) for x in operands[:2]), *operands[2:]]
+            operands = [
+                *(lax.convert_element_type(x, np.float32) for x in operands[:2]),
+                *operands[2:],
+            ]
         return eqn.primitive.bind(*operands, **eqn.params)
 
     return evaluated(program, operands, contracted)
@@ -120,4 +175,6 @@ ad.primitive_jvps[_derivative] = _jvp
 ad.primitive_transposes[_derivative] = _transposed
 batching.primitive_batchers[_derivative] = _batched
 mlir.register_lowering(_derivative, mlir.lower_fun(run_program, multiple_results=False))
-mlir.register_lowering(_derivative, mlir.lower_fun(_run_on_cpu, multiple_results=False), platform="cpu")
+mlir.register_lowering(
+    _derivative, mlir.lower_fun(_run_on_cpu, multiple_results=False), platform="cpu"
+)

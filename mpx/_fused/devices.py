@@ -1,9 +1,10 @@
 """Shard the work on a leaf over the devices that hold parts of its arrays.
 
-XLA does not know how to shard a kernel: it would gather whole arrays for it. Nor does it shard rows of blocks along the
-last axis of a matrix. So this file tells it how. An axis may be sharded if the axes before it are the same in all
-arrays of the leaf, as in a matrix `[a, b]` and its scales `[a, b / 256]`, and if each device then has equally many
-elements, in whole blocks. Arrays that are sharded otherwise are gathered.
+XLA does not know how to shard a kernel: it would gather whole arrays for it. Nor does
+it shard rows of blocks along the last axis of a matrix. So this file tells it how. An
+axis may be sharded if the axes before it are the same in all arrays of the leaf, as in
+a matrix `[a, b]` and its scales `[a, b / 256]`, and if each device then has equally
+many elements, in whole blocks. Arrays that are sharded otherwise are gathered.
 """
 
 import functools
@@ -22,33 +23,59 @@ class _Factor(NamedTuple):
     """A sharded axis: shared by all arrays of a part, or private to one."""
 
     begin: int  # product of the axes before it
-    alone: tuple[int, int] | None = None  # if private: the number of the array, and of its axis
+    alone: tuple[int, int] | None = (
+        None  # if private: the number of the array, and of its axis
+    )
 
     @property
     def name(self) -> str:
         return "_".join(["leaf", *map(str, (self.begin, *(self.alone or ())))])
 
 
-def sharded(part: Part, compute: Callable[..., list[jax.Array]], *operands: jax.Array) -> list[jax.Array]:
-    """Compute the outputs of a part from its arrays and then its scalars, on each device from its own shards.
+def sharded(
+    part: Part, compute: Callable[..., list[jax.Array]], *operands: jax.Array
+) -> list[jax.Array]:
+    """Compute the outputs of a part from its arrays and then its scalars, on each
+    device from its own shards.
 
-    `compute` takes the shapes of the outputs, then such operands, and returns the outputs.
+    `compute` takes the shapes of the outputs, then such operands, and returns the
+    outputs.
     """
-    from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+    from jax.experimental.custom_partitioning import (
+        ArrayMapping,
+        SdyShardingRule,
+        custom_partitioning,
+    )
 
     read, written, factors = part.arrays, part.outputs, _factors(part)
 
-    def partition(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        arrays = [*zip(read, operands, strict=False), *zip(written, results, strict=True)]
+    def partition(
+        mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        arrays = [
+            *zip(read, operands, strict=False),
+            *zip(written, results, strict=True),
+        ]
         axes = _axes(mesh, [(factors[v], x) for v, x in arrays])
-        sharding_of = lambda v: NamedSharding(mesh, PartitionSpec(*[axes.get(one) for one in factors[v]]))
+
+        def sharding_of(v):
+            return NamedSharding(
+                mesh, PartitionSpec(*[axes.get(one) for one in factors[v]])
+            )
+
         everywhere = [NamedSharding(mesh, PartitionSpec())] * len(part.scalars)
         of_results = [sharding_of(v) for v in written]
-        shapes = [sharding.shard_shape(v.aval.shape) for v, sharding in zip(written, of_results, strict=True)]
+        shapes = [
+            sharding.shard_shape(v.aval.shape)
+            for v, sharding in zip(written, of_results, strict=True)
+        ]
 
         def local(*operands):
-            # A shard is divided no further: the mesh that is set around the compilation does not apply to it.
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update_axis_types(automatic)):
+            # A shard is divided no further: the mesh that is set around the compilation
+            # does not apply to it.
+            with jax.sharding.use_abstract_mesh(
+                mesh.abstract_mesh.update_axis_types(automatic)
+            ):
                 return compute(shapes, *operands)
 
         automatic = {name: AxisType.Auto for name in mesh.axis_names}
@@ -56,10 +83,17 @@ def sharded(part: Part, compute: Callable[..., list[jax.Array]], *operands: jax.
 
     whole = functools.partial(compute, [v.aval.shape for v in written])
     run = custom_partitioning(whole)
-    names = lambda variables: tuple(ArrayMapping(*[one.name for one in factors[v]]) for v in variables)
-    alone = tuple(one.name for v in (*read, *written) for one in factors[v] if one.alone)
+
+    def names(variables):
+        return tuple(ArrayMapping(*[one.name for one in factors[v]]) for v in variables)
+
+    alone = tuple(
+        one.name for v in (*read, *written) for one in factors[v] if one.alone
+    )
     scalars = (ArrayMapping(),) * len(part.scalars)
-    rule = SdyShardingRule((*names(read), *scalars), names(written), need_replication_factors=alone)
+    rule = SdyShardingRule(
+        (*names(read), *scalars), names(written), need_replication_factors=alone
+    )
     run.def_partition(partition, sharding_rule=rule)
     return _with_vmap(run, whole)(*operands)
 
@@ -67,8 +101,13 @@ def sharded(part: Part, compute: Callable[..., list[jax.Array]], *operands: jax.
 def _factors(part: Part) -> dict[Var, list[_Factor]]:
     """Return the factor of each axis of each array of a part."""
     variables = (*part.arrays, *part.outputs)
-    begins = {v: [math.prod(v.aval.shape[:i]) for i in range(v.aval.ndim)] for v in variables}
-    longer = [{begins[v][i] for i, size in enumerate(v.aval.shape) if size > 1} for v in variables]
+    begins = {
+        v: [math.prod(v.aval.shape[:i]) for i in range(v.aval.ndim)] for v in variables
+    }
+    longer = [
+        {begins[v][i] for i, size in enumerate(v.aval.shape) if size > 1}
+        for v in variables
+    ]
     common = set.intersection(*longer)
     return {
         v: [
@@ -79,8 +118,12 @@ def _factors(part: Part) -> dict[Var, list[_Factor]]:
     }
 
 
-def _axes(mesh: Mesh, arrays: Sequence[tuple[list[_Factor], Any]]) -> dict[_Factor, tuple[str, ...]]:
-    """Return the mesh axes that shard each factor, from the factors and shardings of arrays."""
+def _axes(
+    mesh: Mesh, arrays: Sequence[tuple[list[_Factor], Any]]
+) -> dict[_Factor, tuple[str, ...]]:
+    """Return the mesh axes that shard each factor, from the factors and shardings of
+    arrays.
+    """
     wanted: dict[_Factor, tuple[str, ...]] = {}
     sizes: dict[_Factor, list[int]] = defaultdict(list)
     for factors, x in arrays:
@@ -99,13 +142,21 @@ def _axes(mesh: Mesh, arrays: Sequence[tuple[list[_Factor], Any]]) -> dict[_Fact
     return found
 
 
-def _with_vmap(run: Callable[..., Any], whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `jax.vmap` map the function over a new axis; the mapped function is not sharded."""
+def _with_vmap(
+    run: Callable[..., Any], whole: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Let `jax.vmap` map the function over a new axis; the mapped function is not
+    sharded.
+    """
     mapped = jax.custom_batching.custom_vmap(run)
 
     @mapped.def_vmap
     def _(axis_size: int, is_mapped: Sequence[bool], *operands: jax.Array) -> Any:
-        results = jax.vmap(whole, in_axes=[0 if yes else None for yes in is_mapped], axis_size=axis_size)(*operands)
+        results = jax.vmap(
+            whole,
+            in_axes=[0 if yes else None for yes in is_mapped],
+            axis_size=axis_size,
+        )(*operands)
         return results, [True] * len(results)
 
     return mapped

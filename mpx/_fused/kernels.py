@@ -1,13 +1,14 @@
 """Run a part of a step as a kernel of Pallas.
 
-Triton compiles them. Its division and square root of float32 are the approximate ones (`div.full`, `sqrt.approx`) that
-XLA takes too, as the programs for an H200 show.
+Triton compiles them. Its division and square root of float32 are the approximate ones
+(`div.full`, `sqrt.approx`) that XLA takes too, as the programs for an H200 show.
 
-Pallas' Triton compiler is deprecated since jax 0.11, and works in 0.12. Only this file knows of it: `run_part` is the
-body, for any compiler. Two others were tried with jax 0.12.0, for an H200. Mosaic GPU, in a `plgpu.kernel` with
-explicit layouts, has no `floor` and no integer powers, and converts no pairs of booleans. jax-triton 0.4.1 takes source
-code in Triton's language, into which a step would have to be translated. Without a compiler `fused_update` is the plain
-step.
+Pallas' Triton compiler is deprecated since jax 0.11, and works in 0.12. Only this file
+knows of it: `run_part` is the body, for any compiler. Two others were tried with jax
+0.12.0, for an H200. Mosaic GPU, in a `plgpu.kernel` with explicit layouts, has no
+`floor` and no integer powers, and converts no pairs of booleans. jax-triton 0.4.1 takes
+source code in Triton's language, into which a step would have to be translated. Without
+a compiler `fused_update` is the plain step.
 """
 
 import math
@@ -25,58 +26,103 @@ from mpx._stored.blocks import packed, unpacked
 Arrays = Sequence[jax.Array]
 
 _ELEMENTS_OF_A_WARP = 256  # 8 for each of its 32 threads
-# Up to 2**32 bytes Pallas counts elements in int32, and it would wrap around for more than 2**31 single bytes: those go
-# in pairs.
+# Up to 2**32 bytes Pallas counts elements in int32, and it would wrap around for more
+# than 2**31 single bytes: those go in pairs.
 _COUNTED = 2**31
 
 
 def in_a_kernel(
-    part: Part, in_place: dict[int, int], interpret: bool, arrays: Arrays, scalars: Arrays
+    part: Part,
+    in_place: dict[int, int],
+    interpret: bool,
+    arrays: Arrays,
+    scalars: Arrays,
 ) -> list[jax.Array]:
-    """Run a part as a Pallas kernel, some rows a program; `in_place` maps an array to the output written over it."""
-    from jax.experimental import pallas as pl  # here, because importing it takes longer than the rest of mpx
+    """Run a part as a Pallas kernel, some rows a program; `in_place` maps an array to
+    the output written over it.
+    """
+    from jax.experimental import (
+        pallas as pl,
+    )  # here, because importing it takes longer than the rest of mpx
     from jax.experimental.pallas import triton
 
     rows = arrays[0].shape[0]  # on this device
     # A divisor of the rows: then no program of the kernel has fewer than others.
     together = math.gcd(rows, max(1, TILE // part.width))
     vectors, places = _vectors(scalars)
-    in_pairs = lambda v: v.aval.dtype.itemsize == 1 and rows * columns(v, part) > _COUNTED
+
+    def in_pairs(v):
+        return v.aval.dtype.itemsize == 1 and rows * columns(v, part) > _COUNTED
 
     def stored(v):
         """Return how many numbers a row has in memory, and their dtype."""
-        return (columns(v, part) // 2, np.dtype(np.uint16)) if in_pairs(v) else (columns(v, part), v.aval.dtype)
+        return (
+            (columns(v, part) // 2, np.dtype(np.uint16))
+            if in_pairs(v)
+            else (columns(v, part), v.aval.dtype)
+        )
 
     def kernel(*refs):
-        read, vectors, written = refs[: len(arrays)], refs[len(arrays) : -len(shapes)], refs[-len(shapes) :]
-        numbers = [vectors[vector][i].astype(x.dtype) for (vector, i), x in zip(places, scalars, strict=True)]
-        apart = lambda ref, v: unpacked(ref[...], 8).astype(v.aval.dtype) if in_pairs(v) else ref[...]
+        read, vectors, written = (
+            refs[: len(arrays)],
+            refs[len(arrays) : -len(shapes)],
+            refs[-len(shapes) :],
+        )
+        numbers = [
+            vectors[vector][i].astype(x.dtype)
+            for (vector, i), x in zip(places, scalars, strict=True)
+        ]
+
+        def apart(ref, v):
+            return (
+                unpacked(ref[...], 8).astype(v.aval.dtype) if in_pairs(v) else ref[...]
+            )
+
         tiles = list(map(apart, read, part.arrays))
-        for ref, x, v in zip(written, run_part(part, tiles, numbers), part.outputs, strict=True):
+        for ref, x, v in zip(
+            written, run_part(part, tiles, numbers), part.outputs, strict=True
+        ):
             ref[...] = packed(x.astype(np.int32), 8, np.uint16) if in_pairs(v) else x
 
-    block = lambda v: pl.BlockSpec((together, stored(v)[0]), lambda i: (i, 0))
-    shapes = [  # inside of `jax.shard_map` a type says among which devices an output differs
-        jax.ShapeDtypeStruct((rows, stored(v)[0]), stored(v)[1], manual_axis_type=v.aval.manual_axis_type)
+    def block(v):
+        return pl.BlockSpec((together, stored(v)[0]), lambda i: (i, 0))
+
+    # inside of `jax.shard_map` a type says among which devices an output differs
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (rows, stored(v)[0]),
+            stored(v)[1],
+            manual_axis_type=v.aval.manual_axis_type,
+        )
         for v in part.outputs
     ]
     call = pl.pallas_call(
         kernel,
         out_shape=shapes,
         grid=(rows // together,),
-        in_specs=[*map(block, part.arrays), *[pl.BlockSpec(memory_space=pl.ANY) for _ in vectors]],
+        in_specs=[
+            *map(block, part.arrays),
+            *[pl.BlockSpec(memory_space=pl.ANY) for _ in vectors],
+        ],
         out_specs=[*map(block, part.outputs)],
         input_output_aliases=in_place,
-        compiler_params=triton.CompilerParams(num_warps=max(1, together * part.width // _ELEMENTS_OF_A_WARP)),
+        compiler_params=triton.CompilerParams(
+            num_warps=max(1, together * part.width // _ELEMENTS_OF_A_WARP)
+        ),
         interpret=interpret,
         name="mpx_fused_update",
     )
     views = [_viewed(x, stored(v)[1]) for x, v in zip(arrays, part.arrays, strict=True)]
-    return [_viewed(x, v.aval.dtype) for x, v in zip(call(*views, *vectors), part.outputs, strict=True)]
+    return [
+        _viewed(x, v.aval.dtype)
+        for x, v in zip(call(*views, *vectors), part.outputs, strict=True)
+    ]
 
 
 def _viewed(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """View rows of bytes as pairs (uint16), or pairs as bytes: XLA copies nothing for it."""
+    """View rows of bytes as pairs (uint16), or pairs as bytes: XLA copies nothing for
+    it.
+    """
     if x.dtype.itemsize == dtype.itemsize:
         return x
     x = x.reshape(len(x), -1, 2) if x.dtype.itemsize == 1 else x
@@ -84,10 +130,19 @@ def _viewed(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _vectors(scalars: Arrays) -> tuple[list[jax.Array], list[tuple[int, int]]]:
-    """Pack scalars into a vector for each dtype: fewer arrays to read. Return these and the place of each scalar."""
+    """Pack scalars into a vector for each dtype: fewer arrays to read. Return these and
+    the place of each scalar.
+    """
     numbers = [x.astype(np.int32) if x.dtype == bool else x for x in scalars]
     groups = [
-        [i for i, x in enumerate(numbers) if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in numbers)
+        [i for i, x in enumerate(numbers) if x.dtype == dtype]
+        for dtype in dict.fromkeys(x.dtype for x in numbers)
     ]
-    places = {i: (vector, place) for vector, group in enumerate(groups) for place, i in enumerate(group)}
-    return [jnp.stack([numbers[i] for i in group]) for group in groups], [places[i] for i in range(len(numbers))]
+    places = {
+        i: (vector, place)
+        for vector, group in enumerate(groups)
+        for place, i in enumerate(group)
+    }
+    return [jnp.stack([numbers[i] for i in group]) for group in groups], [
+        places[i] for i in range(len(numbers))
+    ]

@@ -1,10 +1,13 @@
-"""Find the part of a step that belongs to each leaf and can run on one tile of the leaf at a time.
+"""Find the part of a step that belongs to each leaf and can run on one tile of the leaf
+at a time.
 
-A leaf is a parameter with everything that is computed element by element from it and with it: gradient, moments,
-masters. The scales of blocks belong to it too: one number for a run of elements. What all elements share (counts,
-schedules, norms, the loss scale) is computed outside and given to the part, and so are random bits.
+A leaf is a parameter with everything that is computed element by element from it and
+with it: gradient, moments, masters. The scales of blocks belong to it too: one number
+for a run of elements. What all elements share (counts, schedules, norms, the loss
+scale) is computed outside and given to the part, and so are random bits.
 
-A sum over elements that ends in a scalar may read any array of a leaf: XLA computes its terms outside of the kernel.
+A sum over elements that ends in a scalar may read any array of a leaf: XLA computes its
+terms outside of the kernel.
 """
 
 import math
@@ -22,13 +25,29 @@ from mpx._loss_scale import is_power_of_two
 from mpx._primitives import facts_of
 from mpx._stored.blocks import returns_its_operand
 
-Var = Any  # a variable of a program: `jax.extend.core.Var`, whose types know less than it does
+# a variable of a program: `jax.extend.core.Var`, whose types know less than it does
+Var = Any
 
-TILE = 1024  # elements that one program of a kernel works on: 77 registers for AdamW with 8-bit moments, none spilled
-SMALL = 2**16  # elements: XLA's own kernel for a smaller leaf takes less time than the start of any kernel
+# elements that one program of a kernel works on: 77 registers for AdamW with 8-bit
+# moments, none spilled
+TILE = 1024
+SMALL = (
+    2**16
+)  # elements: XLA's own kernel for a smaller leaf takes less time than the start of any kernel
 _LARGEST_BLOCK = 4096  # that a program of a kernel can hold
 _NARROWEST = 128  # elements of a row: shorter ones take a GPU several reads
-_DTYPES = {"bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "bfloat16", "float16", "float32"}
+_DTYPES = {
+    "bool",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "bfloat16",
+    "float16",
+    "float32",
+}
 
 
 class Part(NamedTuple):
@@ -39,12 +58,18 @@ class Part(NamedTuple):
     equations: list[JaxprEqn]
     outputs: list[Var]
     size: int  # elements of the leaf
-    width: int  # elements of a row: as many as the largest block has, or a number that divides the leaf
-    block: int  # elements of the largest block; 1 if nothing is kept or found out by block
+    # elements of a row: as many as the largest block has, or a number that divides the
+    # leaf
+    width: int
+    block: (
+        int  # elements of the largest block; 1 if nothing is kept or found out by block
+    )
 
 
 class Leaf(NamedTuple):
-    """Holds what a step computes of one leaf: in a part, or else by XLA, for a reason."""
+    """Holds what a step computes of one leaf: in a part, or else by XLA, for a
+    reason.
+    """
 
     outputs: list[Var]
     part: Part | None
@@ -64,21 +89,37 @@ class Partition:
     """The leaves of a program without calls."""
 
     def __init__(self, program: jex_core.Jaxpr):
-        self._producer = {v: (i, eqn) for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
+        self._producer = {
+            v: (i, eqn) for i, eqn in enumerate(program.eqns) for v in eqn.outvars
+        }
         self._same: dict[Var, Any] = {}  # what a barrier returns, and what it was given
-        self._placed: dict[Var, Any] = {}  # what was placed on devices, and what it was before
-        self._uniform: set[Var] = set()  # arrays of no leaf: their elements are equal, or places in short rows
-        self._inside: set[Var] = set()  # arrays that are computed from others of their leaf
-        self._parent: dict[Var, Var] = {}  # arrays of one leaf lead to one array: see `_leaf_of`
-        self._mixed: dict[Var, set[str]] = defaultdict(set)  # arrays, and what moves their elements: see `_why_not`
+        self._placed: dict[
+            Var, Any
+        ] = {}  # what was placed on devices, and what it was before
+        self._uniform: set[Var] = (
+            set()
+        )  # arrays of no leaf: their elements are equal, or places in short rows
+        self._inside: set[Var] = (
+            set()
+        )  # arrays that are computed from others of their leaf
+        self._parent: dict[
+            Var, Var
+        ] = {}  # arrays of one leaf lead to one array: see `_leaf_of`
+        self._mixed: dict[Var, set[str]] = defaultdict(
+            set
+        )  # arrays, and what moves their elements: see `_why_not`
         sent = [v for eqn in program.eqns for v in self._add(eqn)]
-        # What other devices get must exist as an array too, so it is an output of its leaf like a result of the step.
+        # What other devices get must exist as an array too, so it is an output of its
+        # leaf like a result of the step.
         wanted: dict[Var, dict[Var, None]] = defaultdict(dict)
         for v in map(self.resolved, (*program.outvars, *sent)):
             if not is_literal(v) and v in self._inside:
                 wanted[self._leaf_of(v)][v] = None
         mixed = {self._leaf_of(v): names for v, names in self._mixed.items()}
-        self.leaves = [self._as_leaf(list(outputs), mixed.get(leaf, set())) for leaf, outputs in wanted.items()]
+        self.leaves = [
+            self._as_leaf(list(outputs), mixed.get(leaf, set()))
+            for leaf, outputs in wanted.items()
+        ]
 
     def resolved(self, v: Any) -> Any:
         """Return the value behind the barriers that return it as this one."""
@@ -93,7 +134,9 @@ class Partition:
         return v
 
     def sends(self, eqn: JaxprEqn) -> bool:
-        """Return whether an equation sends arrays to other devices: a kernel may have computed them."""
+        """Return whether an equation sends arrays to other devices: a kernel may have
+        computed them.
+        """
         return facts_of(eqn).communicates and any(size_of(v) > 1 for v in eqn.outvars)
 
     def sent_to(self, v: Any) -> list[Var]:
@@ -114,31 +157,44 @@ class Partition:
         return list(found)
 
     def _add(self, eqn: JaxprEqn) -> list[Var]:
-        """Take an equation into account; return the values in it that go to other devices."""
+        """Take an equation into account; return the values in it that go to other
+        devices.
+        """
         name, results = eqn.primitive.name, [v for v in eqn.outvars if size_of(v) > 1]
         if name == "optimization_barrier" or returns_its_operand(eqn):
-            # A barrier may take and return arrays of several leaves. To look through it keeps these leaves apart.
+            # A barrier may take and return arrays of several leaves. To look through it
+            # keeps these leaves apart.
             self._same.update(zip(eqn.outvars, eqn.invars, strict=True))
             return []
-        # Not looked through: a device may have another part of the array behind it, so it counts as sent (below).
+        # Not looked through: a device may have another part of the array behind it, so
+        # it counts as sent (below).
         if is_placed := _is_placed(eqn):
             self._placed.update(zip(eqn.outvars, eqn.invars, strict=True))
         operands = [self.resolved(v) for v in eqn.invars if not is_literal(v)]
         varied = [v for v in operands if size_of(v) > 1 and v not in self._uniform]
-        if not results:  # a norm, say: it belongs to no leaf, and XLA computes its terms, for the second time
+        # a norm, say: it belongs to no leaf, and XLA computes its terms, for the second
+        # time
+        if not results:
             return []
-        is_fill = is_placed and operands and self._uniform.issuperset(operands)  # jax 0.12 places `full_like`
+        is_fill = (
+            is_placed and operands and self._uniform.issuperset(operands)
+        )  # jax 0.12 places `full_like`
         if is_fill or places_in_rows(eqn) or _keeps_places(eqn):
-            # An array of equal elements belongs to no leaf: each kernel makes its own, and leaves that share such a
-            # constant stay apart.
+            # An array of equal elements belongs to no leaf: each kernel makes its own,
+            # and leaves that share such a constant stay apart.
             (self._inside if varied else self._uniform).update(results)
             for v in (*varied, *results) if varied else ():
                 self._parent[self._leaf_of(v)] = self._leaf_of(varied[0])
         elif self.sends(eqn):
             return varied
         else:
-            # The operation reads an array that exists inside of a kernel only, so the whole leaf is XLA's (`_why_not`).
-            how = "broadcasts along the last axis" if facts_of(eqn).elementwise else "mixes elements"
+            # The operation reads an array that exists inside of a kernel only, so the
+            # whole leaf is XLA's (`_why_not`).
+            how = (
+                "broadcasts along the last axis"
+                if facts_of(eqn).elementwise
+                else "mixes elements"
+            )
             for v in self._inside.intersection(varied):
                 self._mixed[v].add(f"`{name}` {how}")
         return []
@@ -160,8 +216,11 @@ class Partition:
         found: dict[int, JaxprEqn] = {}
         arrays: dict[Var, None] = {}
         scalars: dict[Var, None] = {}
-        outputs = sorted(outputs, key=lambda v: self._producer[v][0])  # the same order for all leaves
-        # From the outputs back to what XLA hands in. Not forwards: what only a norm needs stays out of the kernel.
+        outputs = sorted(
+            outputs, key=lambda v: self._producer[v][0]
+        )  # the same order for all leaves
+        # From the outputs back to what XLA hands in. Not forwards: what only a norm
+        # needs stays out of the kernel.
         waiting = list(reversed(outputs))
         while waiting:
             v = self.resolved(waiting.pop())
@@ -176,31 +235,62 @@ class Partition:
                     waiting += reversed(eqn.invars)
             else:
                 arrays[v] = None
-        # A value may be read both before and after it was placed. Its kernel then reads one array, not two: the placed
-        # one, whose shards lie where the kernel runs.
-        number = lambda v: self._producer[v][0] if v in self._producer else -1
+
+        # A value may be read both before and after it was placed. Its kernel then reads
+        # one array, not two: the placed one, whose shards lie where the kernel runs.
+        def number(v):
+            return self._producer[v][0] if v in self._producer else -1
+
         last = {self.unplaced(v): v for v in sorted(arrays, key=number)}
         read = {v: last[self.unplaced(v)] for v in arrays}
         equations = [
-            eqn.replace(invars=[v if is_literal(v) else read.get(v, v) for v in map(self.resolved, eqn.invars)])
+            eqn.replace(
+                invars=[
+                    v if is_literal(v) else read.get(v, v)
+                    for v in map(self.resolved, eqn.invars)
+                ]
+            )
             for _, eqn in sorted(found.items(), key=lambda x: x[0])
         ]
-        sizes = {size_of(v) for v in (*read, *(v for eqn in equations for v in eqn.outvars)) if v not in self._uniform}
+        sizes = {
+            size_of(v)
+            for v in (*read, *(v for eqn in equations for v in eqn.outvars))
+            if v not in self._uniform
+        }
         size, smallest = max(sizes), min(sizes - {1}, default=1)
-        # The array with the fewest numbers has one for each of the largest blocks; a row holds at least such a block.
+        # The array with the fewest numbers has one for each of the largest blocks; a
+        # row holds at least such a block.
         block = size // smallest
         width = max(block, math.gcd(size, TILE if block == 1 else _NARROWEST))
-        return Part(list(dict.fromkeys(read.values())), list(scalars), equations, outputs, size, width, block)
+        return Part(
+            list(dict.fromkeys(read.values())),
+            list(scalars),
+            equations,
+            outputs,
+            size,
+            width,
+            block,
+        )
 
     def _why_not(self, part: Part, mixed: Iterable[str]) -> str:
         """Return why a part cannot run on tiles; empty if it can."""
-        variables = {v for eqn in part.equations for v in (*eqn.invars, *eqn.outvars) if not is_literal(v)}
+        variables = {
+            v
+            for eqn in part.equations
+            for v in (*eqn.invars, *eqn.outvars)
+            if not is_literal(v)
+        }
         variables |= {*part.arrays}
-        blocks = {part.size / size_of(v) for v in variables if size_of(v) > 1 and v not in self._uniform}
+        blocks = {
+            part.size / size_of(v)
+            for v in variables
+            if size_of(v) > 1 and v not in self._uniform
+        }
         sources = [self._producer[v][1] for v in part.arrays if v in self._producer]
         not_outside = {eqn.primitive.name for eqn in sources if not _is_outside(eqn)}
         dtypes = {str(dtype) for dtype in {dtype_of(v) for v in variables}}
-        # The first reason is told: an operation that no kernel can run comes before what the leaf's size says.
+        # The first reason is told: an operation that no kernel can run comes before
+        # what the leaf's size says.
         if mixed:
             return ", ".join(sorted(mixed))
         if not_outside:
@@ -209,7 +299,9 @@ class Partition:
             return "it is small and has no blocks"
         if dtypes - _DTYPES:
             return f"kernels do not compute in {_names(dtypes - _DTYPES)}"
-        if missing := {text for eqn in part.equations if (text := _missing_in_triton(eqn))}:
+        if missing := {
+            text for eqn in part.equations if (text := _missing_in_triton(eqn))
+        }:
             return f"Triton has no {', '.join(sorted(missing))}"
         if any(v.aval.dtype == bool for v in (*part.arrays, *part.outputs)):
             return "kernels do not read or write `bool`"
@@ -218,13 +310,17 @@ class Partition:
         if part.block > _LARGEST_BLOCK:
             return f"its blocks have more than {_LARGEST_BLOCK} elements"
         if part.width < _NARROWEST or _has_longer_rows(part):
-            return f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
+            return (
+                f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
+            )
         if self._waits_for_itself(part):
             return "other devices compute what it reads from what it returns"
         return ""
 
     def _waits_for_itself(self, part: Part) -> bool:
-        """Return whether an array that a part reads is computed from what the part returns."""
+        """Return whether an array that a part reads is computed from what the part
+        returns.
+        """
         own = {v for eqn in part.equations for v in eqn.outvars}
         seen: set[Var] = set()
         waiting = [v for v in part.arrays if v in self._producer]
@@ -234,20 +330,28 @@ class Partition:
                 return True
             if v not in seen and v in self._producer:
                 seen.add(v)
-                waiting += [operand for operand in self._producer[v][1].invars if not is_literal(operand)]
+                waiting += [
+                    operand
+                    for operand in self._producer[v][1].invars
+                    if not is_literal(operand)
+                ]
         return False
 
 
 def _is_placed(eqn: JaxprEqn) -> bool:
-    """Return whether an equation places an array on devices, as `zero1` does outside of `jax.shard_map`."""
+    """Return whether an equation places an array on devices, as `zero1` does outside of
+    `jax.shard_map`.
+    """
     facts = facts_of(eqn)
     return facts.communicates and facts.moves == "same"
 
 
 def places_in_rows(eqn: JaxprEqn) -> int:
-    """Return the size of rows in which an equation numbers the places; 0 if it does something else.
+    """Return the size of rows in which an equation numbers the places; 0 if it does
+    something else.
 
-    Rows are short enough to lie within the rows of a kernel, so that it knows the places as well.
+    Rows are short enough to lie within the rows of a kernel, so that it knows the
+    places as well.
     """
     shape = _shape_of(eqn.outvars[0])
     if eqn.primitive.name != "iota" or eqn.params["dimension"] != len(shape) - 1:
@@ -257,45 +361,73 @@ def places_in_rows(eqn: JaxprEqn) -> int:
 
 def _has_longer_rows(part: Part) -> bool:
     """Return whether places are numbered in rows that reach over rows of a kernel."""
-    numbered = [(places_in_rows(eqn), size_of(eqn.outvars[0])) for eqn in part.equations]
+    numbered = [
+        (places_in_rows(eqn), size_of(eqn.outvars[0])) for eqn in part.equations
+    ]
     return any(row and size * part.width % (part.size * row) for row, size in numbered)
 
 
 def _is_outside(eqn: JaxprEqn) -> bool:
-    """Return whether XLA may compute an operation for each element of a leaf, outside of the kernel."""
+    """Return whether XLA may compute an operation for each element of a leaf, outside
+    of the kernel.
+    """
     facts = facts_of(eqn)
-    return facts.positional or facts.communicates or eqn.primitive.name == "dynamic_slice"
+    return (
+        facts.positional or facts.communicates or eqn.primitive.name == "dynamic_slice"
+    )
 
 
 def _keeps_places(eqn: JaxprEqn) -> bool:
-    """Return whether elements stay in order: at their places, or one for each block of neighbours."""
+    """Return whether elements stay in order: at their places, or one for each block of
+    neighbours.
+    """
     name, facts, result = eqn.primitive.name, facts_of(eqn), _shape_of(eqn.outvars[0])
     shapes = [_shape_of(v) for v in eqn.invars if size_of(v) > 1]
     if facts.elementwise and not facts.communicates:
         same_rank = all(len(shape) == len(result) for shape in shapes)
-        return len(eqn.outvars) == 1 and same_rank and all(_are_first(range(len(result)), x, result) for x in shapes)
+        return (
+            len(eqn.outvars) == 1
+            and same_rank
+            and all(_are_first(range(len(result)), x, result) for x in shapes)
+        )
     if name == "broadcast_in_dim":
-        return not shapes or _are_first(eqn.params["broadcast_dimensions"], shapes[0], result)
+        return not shapes or _are_first(
+            eqn.params["broadcast_dimensions"], shapes[0], result
+        )
     if facts.blocks == "view":
         return eqn.params.get("dimensions") is None or name == "squeeze"
     if facts.blocks == "reduce" and shapes:
-        if name == "reduce_sum" and not jnp.issubdtype(dtype_of(eqn.invars[0]), jnp.integer):
+        if name == "reduce_sum" and not jnp.issubdtype(
+            dtype_of(eqn.invars[0]), jnp.integer
+        ):
             return False  # the sum depends on its order
         kept = [i for i in range(len(shapes[0])) if i not in eqn.params["axes"]]
         return math.prod(result) > 1 and _are_first(kept, result, shapes[0])
     return False
 
 
-def _are_first(places: Iterable[int], small: tuple[int, ...], large: tuple[int, ...]) -> bool:
-    """Return whether the smaller array has the larger one's axes at these places, and they come before all others."""
-    kept = {place: size for place, size in zip(places, small, strict=True) if size > 1}  # axes of 1 are repeated
+def _are_first(
+    places: Iterable[int], small: tuple[int, ...], large: tuple[int, ...]
+) -> bool:
+    """Return whether the smaller array has the larger one's axes at these places, and
+    they come before all others.
+    """
+    kept = {
+        place: size for place, size in zip(places, small, strict=True) if size > 1
+    }  # axes of 1 are repeated
     others = [i for i, size in enumerate(large) if size > 1 and i not in kept]
-    return all(large[i] == size for i, size in kept.items()) and (not kept or not others or max(kept) < min(others))
+    return all(large[i] == size for i, size in kept.items()) and (
+        not kept or not others or max(kept) < min(others)
+    )
 
 
 def _missing_in_triton(eqn: JaxprEqn) -> str:
     """Return what Triton lacks to compute an equation; empty if it lacks nothing."""
-    name, triton, dtype = eqn.primitive.name, facts_of(eqn).triton, str(dtype_of((*eqn.invars, *eqn.outvars)[0]))
+    name, triton, dtype = (
+        eqn.primitive.name,
+        facts_of(eqn).triton,
+        str(dtype_of((*eqn.invars, *eqn.outvars)[0])),
+    )
     if triton == "none":
         return f"`{name}`"
     is_missing = triton == "32 bits" and dtype in ("bfloat16", "float16")
@@ -308,20 +440,37 @@ def _names(names: Iterable[str]) -> str:
 
 
 def signature(part: Part) -> Hashable:
-    """Return a key that is equal for parts that one kernel can run, if their sizes are equal too."""
+    """Return a key that is equal for parts that one kernel can run, if their sizes are
+    equal too.
+    """
     names: dict[Var, int] = {}
     in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
 
     def name(v):
-        return (str(v.val), v.aval.dtype) if is_literal(v) else names.setdefault(v, len(names))
+        return (
+            (str(v.val), v.aval.dtype)
+            if is_literal(v)
+            else names.setdefault(v, len(names))
+        )
 
     def type_of(v):
         block = part.size // size_of(v) if size_of(v) > 1 else 0
-        return name(v), block, v.aval.dtype, str(v.aval.manual_axis_type) if in_shard_map else ""
+        return (
+            name(v),
+            block,
+            v.aval.dtype,
+            str(v.aval.manual_axis_type) if in_shard_map else "",
+        )
 
     inputs = [type_of(v) for v in (*part.arrays, *part.scalars)]
     equations = [
-        (eqn.primitive.name, *map(name, eqn.invars), type_of(eqn.outvars[0]), _settings(eqn)) for eqn in part.equations
+        (
+            eqn.primitive.name,
+            *map(name, eqn.invars),
+            type_of(eqn.outvars[0]),
+            _settings(eqn),
+        )
+        for eqn in part.equations
     ]
     return part.width, tuple(inputs), tuple(equations), tuple(map(name, part.outputs))
 

@@ -24,17 +24,19 @@ def run_partition(
     in_place: Mapping[Var, Var],
     interpret: bool,
 ) -> list[Any]:
-    """Return the results of a program without calls, from the values of its inputs and constants.
+    """Return the results of a program without calls, from the values of its inputs and
+    constants.
 
     `in_place` has the output that may be written over an input.
     """
     values, parts = dict(values), [leaf.part for leaf in partition.leaves if leaf.part]
     every = parts
-    # XLA and kernels take turns, each time with all that can run: under `zero1` a kernel computes what devices send,
-    # and another one reads what they got.
+    # XLA and kernels take turns, each time with all that can run: under `zero1` a
+    # kernel computes what devices send, and another one reads what they got.
     waiting = _needed(program, partition, parts)
-    # All norms of a step run together, out of their order: each is needed by what waits for all of them anyway. Not on
-    # several devices: XLA would send whole arrays to add them up together.
+    # All norms of a step run together, out of their order: each is needed by what waits
+    # for all of them anyway. Not on several devices: XLA would send whole arrays to add
+    # them up together.
     totals = [] if are_several_in_sight() else find_totals(program, waiting)
     in_totals = {*map(id, totals)}
     waiting = [eqn for eqn in waiting if id(eqn) not in in_totals]
@@ -52,31 +54,53 @@ def run_partition(
             else:
                 later.append(part)
         if len(later) == len(parts) and waiting and not ready and not together:
-            # Nothing could run: parts wait for each other, by way of other devices. XLA computes all of these.
+            # Nothing could run: parts wait for each other, by way of other devices. XLA
+            # computes all of these.
             later, done = [], [part for part in every if part.outputs[0] in values]
-            waiting = [eqn for eqn in _needed(program, partition, done) if any(v not in values for v in eqn.outvars)]
+            waiting = [
+                eqn
+                for eqn in _needed(program, partition, done)
+                if any(v not in values for v in eqn.outvars)
+            ]
         parts = later
-    results: list[Any] = [v if is_literal(v) or v in values else partition.resolved(v) for v in program.outvars]
+    results: list[Any] = [
+        v if is_literal(v) or v in values else partition.resolved(v)
+        for v in program.outvars
+    ]
     return [v.val if is_literal(v) else values[v] for v in results]
 
 
-def _needed(program: jex_core.Jaxpr, partition: Partition, parts: Sequence[Part]) -> list[JaxprEqn]:
-    """Return the equations that XLA runs, in order: all that parts or results need, and all that print."""
+def _needed(
+    program: jex_core.Jaxpr, partition: Partition, parts: Sequence[Part]
+) -> list[JaxprEqn]:
+    """Return the equations that XLA runs, in order: all that parts or results need, and
+    all that print.
+    """
     given = {v for part in parts for v in part.outputs}
     wanted = {v for part in parts for v in (*part.arrays, *part.scalars)}
-    wanted |= {v for v in program.outvars if not is_literal(v) and partition.resolved(v) not in given}
+    wanted |= {
+        v
+        for v in program.outvars
+        if not is_literal(v) and partition.resolved(v) not in given
+    }
     found = []
     for eqn in reversed(program.eqns):
         if eqn.effects or any(v in wanted for v in eqn.outvars):
             found.append(eqn)
-            # A kernel hands over what is sent. All else that XLA reads of a leaf, for a norm, it computes again: the
-            # kernel may be waiting for that norm.
+            # A kernel hands over what is sent. All else that XLA reads of a leaf, for a
+            # norm, it computes again: the kernel may be waiting for that norm.
             sent = given if partition.sends(eqn) else ()
-            wanted.update(v for v in eqn.invars if not is_literal(v) and partition.resolved(v) not in sent)
+            wanted.update(
+                v
+                for v in eqn.invars
+                if not is_literal(v) and partition.resolved(v) not in sent
+            )
     return found[::-1]
 
 
-def _split_ready(eqns: Sequence[JaxprEqn], values: Mapping[Var, Any]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+def _split_ready(
+    eqns: Sequence[JaxprEqn], values: Mapping[Var, Any]
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Return the equations that can run now, one after another, and all others."""
     ready, later, known = [], [], set(values)
     for eqn in eqns:
@@ -89,10 +113,16 @@ def _split_ready(eqns: Sequence[JaxprEqn], values: Mapping[Var, Any]) -> tuple[l
 
 
 def _run_part(
-    part: Part, values: Mapping[Var, Any], in_place: Mapping[Var, Any], interpret: bool, compiled: dict[Hashable, Any]
+    part: Part,
+    values: Mapping[Var, Any],
+    in_place: Mapping[Var, Any],
+    interpret: bool,
+    compiled: dict[Hashable, Any],
 ) -> dict[Var, Any]:
     """Return the outputs of a part. Equal parts are traced once, and compiled once."""
-    over: dict[int, int] = {}  # an output takes one place, though it may stand in a state twice
+    over: dict[
+        int, int
+    ] = {}  # an output takes one place, though it may stand in a state twice
     for i, v in enumerate(part.arrays):
         if in_place[v] in part.outputs:
             over.setdefault(part.outputs.index(in_place[v]), i)
@@ -101,8 +131,12 @@ def _run_part(
     if key not in compiled:
         compiled[key] = jax.jit(functools.partial(in_a_kernel, part, pairs, interpret))
     compute = functools.partial(_on_rows, part, compiled[key])
-    with with_source_of(part.equations[0]):  # and in its context: `zero1` makes axes of a mesh automatic
-        operands = [values[v] for v in part.arrays] + [values[v].reshape(()) for v in part.scalars]
+    with with_source_of(
+        part.equations[0]
+    ):  # and in its context: `zero1` makes axes of a mesh automatic
+        operands = [values[v] for v in part.arrays] + [
+            values[v].reshape(()) for v in part.scalars
+        ]
         if jax.sharding.get_abstract_mesh().manual_axes:  # arrays are what a device has
             results = compute([v.aval.shape for v in part.outputs], *operands)
         else:
@@ -110,12 +144,24 @@ def _run_part(
     return dict(zip(part.outputs, results, strict=True))
 
 
-def _on_rows(part: Part, run: Any, shapes: Sequence[tuple[int, ...]], *operands: jax.Array) -> list[jax.Array]:
-    """Return the outputs of a part, in these shapes, from its arrays and then its scalars."""
+def _on_rows(
+    part: Part, run: Any, shapes: Sequence[tuple[int, ...]], *operands: jax.Array
+) -> list[jax.Array]:
+    """Return the outputs of a part, in these shapes, from its arrays and then its
+    scalars.
+    """
     arrays, scalars = operands[: len(part.arrays)], operands[len(part.arrays) :]
-    # A shard may end within a row, though never within a block: then rows are blocks, too narrow for a kernel.
-    has_rows = all(x.size % columns(v, part) == 0 for v, x in zip(part.arrays, arrays, strict=True))
+    # A shard may end within a row, though never within a block: then rows are blocks,
+    # too narrow for a kernel.
+    has_rows = all(
+        x.size % columns(v, part) == 0 for v, x in zip(part.arrays, arrays, strict=True)
+    )
     of_blocks = part if has_rows else part._replace(width=part.block)
-    rows = [x.reshape(-1, columns(v, of_blocks)) for v, x in zip(part.arrays, arrays, strict=True)]
-    results = run(rows, list(scalars)) if has_rows else run_part(of_blocks, rows, scalars)
+    rows = [
+        x.reshape(-1, columns(v, of_blocks))
+        for v, x in zip(part.arrays, arrays, strict=True)
+    ]
+    results = (
+        run(rows, list(scalars)) if has_rows else run_part(of_blocks, rows, scalars)
+    )
     return [x.reshape(shape) for x, shape in zip(results, shapes, strict=True)]

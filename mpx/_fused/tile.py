@@ -1,7 +1,8 @@
 """Run the part of a step that belongs to one leaf, on rows of it.
 
-A row is as wide as the largest block. A value with a number for each element is `[rows, width]` here, whatever its
-shape in the program, and one with a number for each block `[rows, width / block]`.
+A row is as wide as the largest block. A value with a number for each element is `[rows,
+width]` here, whatever its shape in the program, and one with a number for each block
+`[rows, width / block]`.
 """
 
 from collections.abc import Sequence
@@ -22,19 +23,32 @@ _REDUCERS = {
     "reduce_min": lax.reduce_min,
     "reduce_sum": lax.reduce_sum,
     # Triton does not reduce booleans.
-    "reduce_and": lambda x, axes: lax.reduce_min(x.astype(np.int32), axes).astype(x.dtype),
-    "reduce_or": lambda x, axes: lax.reduce_max(x.astype(np.int32), axes).astype(x.dtype),
+    "reduce_and": (
+        lambda x, axes: lax.reduce_min(x.astype(np.int32), axes).astype(x.dtype)
+    ),
+    "reduce_or": (
+        lambda x, axes: lax.reduce_max(x.astype(np.int32), axes).astype(x.dtype)
+    ),
 }
 
 
 def run_part(part: Part, arrays: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a part on some rows, from the rows of its arrays and its scalars."""
+    """Return the outputs of a part on some rows, from the rows of its arrays and its
+    scalars.
+    """
     known = dict(zip((*part.arrays, *part.scalars), (*arrays, *scalars), strict=True))
-    read = lambda v: np.asarray(v.val, v.aval.dtype) if is_literal(v) else known[v]
+
+    def read(v):
+        return np.asarray(v.val, v.aval.dtype) if is_literal(v) else known[v]
+
     for eqn in part.equations:
         if size := places_in_rows(eqn):
-            places = lax.broadcasted_iota(np.int32, (len(arrays[0]), columns(eqn.outvars[0], part)), 1)
-            known[eqn.outvars[0]] = (places & (size - 1)).astype(dtype_of(eqn.outvars[0]))
+            places = lax.broadcasted_iota(
+                np.int32, (len(arrays[0]), columns(eqn.outvars[0], part)), 1
+            )
+            known[eqn.outvars[0]] = (places & (size - 1)).astype(
+                dtype_of(eqn.outvars[0])
+            )
         else:
             known[eqn.outvars[0]] = _run(eqn, [read(v) for v in eqn.invars], part)
     return [read(v) for v in part.outputs]
@@ -46,8 +60,14 @@ def columns(v: Any, part: Part) -> int:
 
 
 def _run(eqn: JaxprEqn, operands: list[Any], part: Part) -> Any:
-    name, facts, width = eqn.primitive.name, facts_of(eqn), columns(eqn.outvars[0], part)
-    if facts.moves == "same" or (facts.blocks and not np.ndim(operands[0])):  # elements of a scalar are equal
+    name, facts, width = (
+        eqn.primitive.name,
+        facts_of(eqn),
+        columns(eqn.outvars[0], part),
+    )
+    if facts.moves == "same" or (
+        facts.blocks and not np.ndim(operands[0])
+    ):  # elements of a scalar are equal
         return operands[0]
     if facts.blocks == "view":
         return _repeated(operands[0], width)
@@ -60,7 +80,8 @@ def _run(eqn: JaxprEqn, operands: list[Any], part: Part) -> Any:
     def even(x, v):
         if np.ndim(x):
             return _repeated(x, width)
-        # What all elements share is a scalar here, and a literal may stay one beside an array.
+        # What all elements share is a scalar here, and a literal may stay one beside an
+        # array.
         return jnp.broadcast_to(x, (rows, width)) if rows and not is_literal(v) else x
 
     return eqn.primitive.bind(*map(even, operands, eqn.invars), **eqn.params)
@@ -71,16 +92,24 @@ def _repeated(x: jax.Array, width: int) -> jax.Array:
     rows, count = x.shape
     if count == width:
         return x
-    return jnp.broadcast_to(x[:, :, None], (rows, count, width // count)).reshape(rows, width)
+    return jnp.broadcast_to(x[:, :, None], (rows, count, width // count)).reshape(
+        rows, width
+    )
 
 
 def _rounded(x: jax.Array, method: lax.RoundingMethod) -> jax.Array:
     """Round to integers, as `lax.round` does: Triton has only `floor`."""
-    size = lax.abs(x)  # its fraction is exact: `-0.49999997 - floor(-0.49999997)` would round to a half
+    size = lax.abs(
+        x
+    )  # its fraction is exact: `-0.49999997 - floor(-0.49999997)` would round to a half
     below = lax.floor(size)
     rest = size - below
-    up = (rest > 0.5) | ((rest == 0.5) & (below != 2 * lax.floor(below * np.asarray(0.5, x.dtype))))
+    up = (rest > 0.5) | (
+        (rest == 0.5) & (below != 2 * lax.floor(below * np.asarray(0.5, x.dtype)))
+    )
     if method == lax.RoundingMethod.AWAY_FROM_ZERO:
         up = rest >= 0.5
     rounded = below + up.astype(x.dtype)
-    return jnp.where(rounded == 0, x * 0, jnp.where(x < 0, -rounded, rounded))  # with the sign of `x`
+    return jnp.where(
+        rounded == 0, x * 0, jnp.where(x < 0, -rounded, rounded)
+    )  # with the sign of `x`

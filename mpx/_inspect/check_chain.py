@@ -1,11 +1,14 @@
 """`check_chain`: find what changes numbers of a chain that must arrive unchanged.
 
-The program of one update is traced, not run, and values are followed through it; `TRANSFER` has a rule a primitive:
+The program of one update is traced, not run, and values are followed through it;
+`TRANSFER` has a rule a primitive:
 
-- Updates that land on a number which a transformation has chosen (`landing_update`). On their way to the result they
-  may be selected against zero (a skipped step), multiplied by a boolean (`MultiSteps`) or moved about. What the state
-  keeps of the weight must then be selected as often against what it was before.
-- Gradients, until `loss_scaling` receives them. In front of it, whatever is not linear sees scaled gradients.
+- Updates that land on a number which a transformation has chosen (`landing_update`). On
+  their way to the result they may be selected against zero (a skipped step), multiplied
+  by a boolean (`MultiSteps`) or moved about. What the state keeps of the weight must
+  then be selected as often against what it was before.
+- Gradients, until `loss_scaling` receives them. In front of it, whatever is not linear
+  sees scaled gradients.
 - Updates of `loss_scaling`. What is added to them changes weights in a skipped step.
 """
 
@@ -29,25 +32,33 @@ from mpx._transforms.loss_scaling import SCALED, SKIPPED
 from mpx._writeback import MARK, SENT
 
 
-def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_args: Any) -> None:
-    """Raise if a chain changes updates or scaled gradients where nothing may change them.
+def check_chain(
+    tx: optax.GradientTransformation, params: Any = None, **extra_args: Any
+) -> None:
+    """Raise if a chain changes updates or scaled gradients where nothing may change
+    them.
 
-    `master_weights`, `kahan_summation` and `stochastic_rounding` choose the new number of a parameter, and emit the
-    update that lands on it. The first two also remember what that number lacks. If such an update is clipped or scaled,
-    parameters get out of step with what is remembered, and no error follows; if it becomes zero, the weight that is
-    remembered trains on. `loss_scaling` takes the gradients of a scaled loss: clipping in front of it clips scaled
-    gradients, and an average over steps (`optax.MultiSteps`) never loses a NaN again, so that every later step is
-    skipped. What is added behind it, such as weight decay, is added in skipped steps too. A rule outside of
-    `master_weights` may not keep its state in 16 bits. Call this once, where the optimizer is made; it only traces.
+    `master_weights`, `kahan_summation` and `stochastic_rounding` choose the new number
+    of a parameter, and emit the update that lands on it. The first two also remember
+    what that number lacks. If such an update is clipped or scaled, parameters get out
+    of step with what is remembered, and no error follows; if it becomes zero, the
+    weight that is remembered trains on. `loss_scaling` takes the gradients of a scaled
+    loss: clipping in front of it clips scaled gradients, and an average over steps
+    (`optax.MultiSteps`) never loses a NaN again, so that every later step is skipped.
+    What is added behind it, such as weight decay, is added in skipped steps too. A rule
+    outside of `master_weights` may not keep its state in 16 bits. Call this once, where
+    the optimizer is made; it only traces.
 
     Args:
         tx: the whole transformation.
-        params: parameters, or their shapes, if `tx` takes only certain trees (`optax.partition` with labels). A small
-            bfloat16 tree if None.
-        extra_args: other arguments that `tx.update` needs, such as `value`; arrays or shapes.
+        params: parameters, or their shapes, if `tx` takes only certain trees
+            (`optax.partition` with labels). A small bfloat16 tree if None.
+        extra_args: other arguments that `tx.update` needs, such as `value`; arrays or
+            shapes.
 
     Raises:
-        ValueError: if the chain does any of this, or if `tx` does not take the small tree, and `params` is None.
+        ValueError: if the chain does any of this, or if `tx` does not take the small
+            tree, and `params` is None.
 
     Example:
         >>> check_chain(optax.chain(optax.clip(1.0), master_weights(optax.adam(1e-3))))
@@ -61,18 +72,36 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
     is_given = params is not None
     if not is_given:
         shapes = {"bias": (8,), "kernel": (8, 8)}
-        params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+        params = {
+            name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            for name, shape in shapes.items()
+        }
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
-    arrays, with_arrays = _trees.partition_leaves(extra_args, _trees.is_array)  # a rule may take functions too
-    update = lambda grads, state, params, arrays: tx.update(grads, state, params, **with_arrays(arrays))
+    arrays, with_arrays = _trees.partition_leaves(
+        extra_args, _trees.is_array
+    )  # a rule may take functions too
+
+    def update(grads, state, params, arrays):
+        return tx.update(grads, state, params, **with_arrays(arrays))
+
     errors = []
-    # `optax.contrib.differentially_private_aggregate` in front takes gradients of examples, with an axis for these.
+    # `optax.contrib.differentially_private_aggregate` in front takes gradients of
+    # examples, with an axis for these.
     for examples in ((), (2,)):
-        of = lambda p, n=examples: jax.ShapeDtypeStruct((*n, *p.shape), np.float32) if _trees.is_floating(p) else p
+
+        def of(p, n=examples):
+            return (
+                jax.ShapeDtypeStruct((*n, *p.shape), np.float32)
+                if _trees.is_floating(p)
+                else p
+            )
+
         grads = jax.tree.map(of, trained)
         try:
             state = jax.eval_shape(tx.init, params)
-            program, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(grads, state, params, arrays)
+            program, (updates, new_state) = jax.make_jaxpr(update, return_shape=True)(
+                grads, state, params, arrays
+            )
             break
         except Exception as error:
             errors.append(error)
@@ -80,27 +109,39 @@ def check_chain(tx: optax.GradientTransformation, params: Any = None, **extra_ar
         if is_given:
             raise errors[0]
         raise ValueError(
-            "`check_chain` was not given `params`, and `tx` does not take the {'bias', 'kernel'} that stand for them. "
-            "Give it the parameters or their shapes (for `optax.lookahead`: `optax.LookaheadParams`), and the other "
-            f"arguments that `tx.update` needs. {type(errors[0]).__name__}: {errors[0]}"
+            "`check_chain` was not given `params`, and `tx` does not take the"
+            " {'bias', 'kernel'} that stand for them. Give it the parameters or"
+            " their shapes (for `optax.lookahead`: `optax.LookaheadParams`), and the"
+            f" other arguments that `tx.update` needs. {type(errors[0]).__name__}:"
+            f" {errors[0]}"
         ) from errors[0]
-    inputs = [Value(GRADIENT)] * len(jax.tree.leaves(grads)) + [Value(OLD)] * len(jax.tree.leaves(state))
+    inputs = [Value(GRADIENT)] * len(jax.tree.leaves(grads)) + [Value(OLD)] * len(
+        jax.tree.leaves(state)
+    )
     results, received, _ = followed(program, inputs)
     _require_linear_gradients(received)
     leaves = _trees.leaves_by_path(updates)
     histories = dict(zip(leaves, results, strict=False))
     states = leaves_of(state)
     if received:
-        _require_unscaled_gradients({path: histories[path] for path in leaves if _trees.is_floating(leaves[path])})
+        _require_unscaled_gradients(
+            {
+                path: histories[path]
+                for path in leaves
+                if _trees.is_floating(leaves[path])
+            }
+        )
         require_no_state_behind(states, "check_chain")
     _require_nothing_added(histories)
     _require_final_updates(histories)
-    after = dict(zip(_trees.leaves_by_path(new_state), results[len(leaves) :], strict=True))
+    after = dict(
+        zip(_trees.leaves_by_path(new_state), results[len(leaves) :], strict=True)
+    )
     _require_no_lost_updates(states, histories, after)
     _require_wide_state_before_masters(states)
 
 
-# ---- values on their way --------------------------------------------------------------------------------------------
+# ---- values on their way -------------------------------------------------------------
 
 GRADIENT, OLD, ZERO = "gradients", "old", "zero"
 
@@ -108,10 +149,13 @@ GRADIENT, OLD, ZERO = "gradients", "old", "zero"
 class Value(NamedTuple):
     """The history of a value."""
 
-    # `GRADIENT`, `SKIPPED`, or the transformation that made it a final update. Of other values: `OLD` if it is what the
-    # state held before the step, `ZERO` if it is zero everywhere, else empty.
+    # `GRADIENT`, `SKIPPED`, or the transformation that made it a final update. Of other
+    # values: `OLD` if it is what the state held before the step, `ZERO` if it is zero
+    # everywhere, else empty.
     origin: str = ""
-    changed_by: str = ""  # the first primitive, or transformation, that changed it where nothing may
+    changed_by: str = (
+        ""  # the first primitive, or transformation, that changed it where nothing may
+    )
     is_mask: bool = False  # whether it is a boolean, perhaps in a numeric dtype
     zeros: int = 0  # how often it was selected against zero
     olds: int = 0  # how often it was selected against what the state held
@@ -128,8 +172,12 @@ class Value(NamedTuple):
 _OTHER = Value()
 
 
-def followed(program: Any, inputs: list[Value]) -> tuple[list[Value], list[Value], list[Value]]:
-    """Return the histories of results, of gradients that `loss_scaling` receives, and of updates that are added."""
+def followed(
+    program: Any, inputs: list[Value]
+) -> tuple[list[Value], list[Value], list[Value]]:
+    """Return the histories of results, of gradients that `loss_scaling` receives, and
+    of updates that are added.
+    """
     received, landed = list[Value](), list[Value]()
 
     def rule(eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
@@ -139,30 +187,48 @@ def followed(program: Any, inputs: list[Value]) -> tuple[list[Value], list[Value
         if name == "add" and any(value.origin == OLD for value in operands):
             landed.extend(value for value in operands if value.is_final)
         if holds_programs_run_once(eqn):
-            return [_one_of(eqn, column) for column in propagate_inside(eqn, operands, rule, constant)]
+            return [
+                _one_of(eqn, column)
+                for column in propagate_inside(eqn, operands, rule, constant)
+            ]
         return [TRANSFER.get(name, _computed)(eqn, operands)] * len(eqn.outvars)
 
-    constant = lambda v: Value(ZERO) if is_literal(v) and np.ndim(v.val) == 0 and v.val == 0 else _OTHER
+    def constant(v):
+        return (
+            Value(ZERO)
+            if is_literal(v) and np.ndim(v.val) == 0 and v.val == 0
+            else _OTHER
+        )
+
     rest = [_OTHER] * (len(program.in_avals) - len(inputs))
     return propagate(program, inputs + rest, rule, constant), received, landed
 
 
-# ---- rules: from the histories of operands to that of the results ---------------------------------------------------
+# ---- rules: from the histories of operands to that of the results --------------------
 
 
 def _leading(values: Sequence[Value]) -> Value:
-    """Return the first final update, or else the first gradient, or else the first; a changed one comes before."""
-    rank = lambda value: (not value.is_tracked, value.origin == GRADIENT, not value.changed_by)
+    """Return the first final update, or else the first gradient, or else the first; a
+    changed one comes before.
+    """
+
+    def rank(value):
+        return (not value.is_tracked, value.origin == GRADIENT, not value.changed_by)
+
     return min(values, key=rank, default=_OTHER)
 
 
 def _changed(value: Value, by: str) -> Value:
-    """Return the history of a value after a change that nothing may make; only the first is recorded."""
+    """Return the history of a value after a change that nothing may make; only the
+    first is recorded.
+    """
     is_recorded = value.is_tracked and value.origin != SENT and not value.changed_by
     return value._replace(changed_by=by) if is_recorded else value
 
 
-def _computed(eqn: JaxprEqn, operands: Sequence[Value], harmless: Collection[str] = (SKIPPED,)) -> Value:
+def _computed(
+    eqn: JaxprEqn, operands: Sequence[Value], harmless: Collection[str] = (SKIPPED,)
+) -> Value:
     """Compute new numbers, which changes all but what has a harmless origin."""
     value = _leading(operands)
     result = Value(value.origin, value.changed_by) if value.is_tracked else _OTHER
@@ -174,7 +240,9 @@ def _linear(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
 
 
 def _sum(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
-    """Only gradients may be added to gradients, and to what skips steps only its like."""
+    """Only gradients may be added to gradients, and to what skips steps only its
+    like.
+    """
     is_of_one_kind = len({value.origin for value in operands} - {ZERO}) == 1
     return _computed(eqn, operands, (GRADIENT, SKIPPED) if is_of_one_kind else ())
 
@@ -199,7 +267,9 @@ def _quotient(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
 
 
 def _compared(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
-    """Compare; whether a number is finite does not depend on a scale: `optax.zero_nans`, `apply_if_finite`."""
+    """Compare; whether a number is finite does not depend on a scale:
+    `optax.zero_nans`, `apply_if_finite`.
+    """
     return _OTHER if eqn.invars[0] is eqn.invars[-1] else _computed(eqn, operands)
 
 
@@ -213,7 +283,9 @@ def _moved(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
 
 def _one_of(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
     """Choose one of several values: zero may take the place of a tracked one."""
-    index, *values = operands if eqn.primitive.name == "select_n" else [_OTHER, *operands]
+    index, *values = (
+        operands if eqn.primitive.name == "select_n" else [_OTHER, *operands]
+    )
     origins = {value.origin for value in values}
     if len(values) == 1 or origins in ({OLD}, {ZERO}):
         return values[0]
@@ -222,8 +294,13 @@ def _one_of(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
     result = _computed(eqn, values, chosen if is_of_one_kind else ())
     if index.origin == GRADIENT and result.origin in ("", GRADIENT):
         result = _changed(index, eqn.primitive.name)
-    zeros, olds = max(value.zeros for value in values), max(value.olds for value in values)
-    return result._replace(zeros=zeros + (ZERO in origins), olds=olds + (OLD in origins))
+    zeros, olds = (
+        max(value.zeros for value in values),
+        max(value.olds for value in values),
+    )
+    return result._replace(
+        zeros=zeros + (ZERO in origins), olds=olds + (OLD in origins)
+    )
 
 
 def _named(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
@@ -238,7 +315,8 @@ def _named(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
     author = name.removeprefix(MARK)
     if author == name:
         return value
-    # `mpx.zero1` sends the number that an update lands on, unless something was wrong before.
+    # `mpx.zero1` sends the number that an update lands on, unless something was wrong
+    # before.
     is_sent = SENT in (author, value.origin) and not value.changed_by
     return Value(author) if is_sent or not value.is_final else _changed(value, author)
 
@@ -246,7 +324,11 @@ def _named(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
 # A primitive that is not here computes new numbers.
 TRANSFER: dict[str, Callable[[JaxprEqn, list[Value]], Value]] = {
     **{name: _linear for name, facts in PRIMITIVES.items() if facts.linear},
-    **{name: _moved for name, facts in PRIMITIVES.items() if facts.moves in ("same", "moved")},
+    **{
+        name: _moved
+        for name, facts in PRIMITIVES.items()
+        if facts.moves in ("same", "moved")
+    },
     **dict.fromkeys(("add", "add_any", "sub"), _sum),
     **dict.fromkeys(("is_finite", "ne"), _compared),
     "convert_element_type": _moved,
@@ -258,18 +340,28 @@ TRANSFER: dict[str, Callable[[JaxprEqn, list[Value]], Value]] = {
 }
 
 
-# ---- what nothing may do --------------------------------------------------------------------------------------------
+# ---- what nothing may do -------------------------------------------------------------
 
 
 def _require_linear_gradients(received: Sequence[Value]) -> None:
-    """Raise if something in front of `loss_scaling` is not linear in the gradients, or adds them up over steps."""
-    by = next((value.changed_by for value in received if value.origin == GRADIENT and value.changed_by), None)
+    """Raise if something in front of `loss_scaling` is not linear in the gradients, or
+    adds them up over steps.
+    """
+    by = next(
+        (
+            value.changed_by
+            for value in received
+            if value.origin == GRADIENT and value.changed_by
+        ),
+        None,
+    )
     if by is not None:
         raise ValueError(
-            f"`check_chain`: gradients reach `loss_scaling` scaled, but `{by}` in front of it is not linear in them: "
-            "clipping there sees scaled gradients, and a mean over steps never loses a NaN (or, if it skips those, the "
-            "scale never sees one, and never shrinks). Put it inside: "
-            "`loss_scaling(optax.chain(...))`, `loss_scaling(optax.MultiSteps(...))`."
+            f"`check_chain`: gradients reach `loss_scaling` scaled, but `{by}` in front"
+            " of it is not linear in them: clipping there sees scaled gradients, and a"
+            " mean over steps never loses a NaN (or, if it skips those, the scale"
+            " never sees one, and never shrinks). Put it inside:"
+            " `loss_scaling(optax.chain(...))`, `loss_scaling(optax.MultiSteps(...))`."
         )
 
 
@@ -278,80 +370,133 @@ def _require_unscaled_gradients(updates: dict[_trees.Path, Value]) -> None:
     scaled = [path for path, value in updates.items() if value.origin == GRADIENT]
     if scaled:
         raise ValueError(
-            f"`check_chain`: the gradient of {_trees.path_string(scaled[0])!r} reaches its update past `loss_scaling`, "
-            f"with the loss scale in it ({len(scaled)} of {len(updates)} leaves). Put `loss_scaling` around "
-            "everything: `loss_scaling(optax.partition(...))`."
+            f"`check_chain`: the gradient of {_trees.path_string(scaled[0])!r} reaches"
+            " its update past `loss_scaling`, with the loss scale in it"
+            f" ({len(scaled)} of {len(updates)} leaves). Put `loss_scaling` around"
+            " everything: `loss_scaling(optax.partition(...))`."
         )
 
 
 def _require_nothing_added(updates: dict[_trees.Path, Value]) -> None:
     """Raise if something is added to an update that is zero in a skipped step."""
-    added = [path for path, value in updates.items() if value.origin == SKIPPED and value.changed_by]
+    added = [
+        path
+        for path, value in updates.items()
+        if value.origin == SKIPPED and value.changed_by
+    ]
     if added:
         raise ValueError(
-            f"`check_chain`: `{updates[added[0]].changed_by}` adds to the update of "
-            f"{_trees.path_string(added[0])!r} behind `loss_scaling`, also in a step that it skips ({len(added)} of "
-            f"{len(updates)} leaves). Put what changes updates inside: `loss_scaling(optax.chain(rule, "
-            "optax.add_decayed_weights(1e-4)))`."
+            f"`check_chain`: `{updates[added[0]].changed_by}` adds to the update of"
+            f" {_trees.path_string(added[0])!r} behind `loss_scaling`, also in a step"
+            f" that it skips ({len(added)} of {len(updates)} leaves). Put what changes"
+            " updates inside: `loss_scaling(optax.chain(rule,"
+            " optax.add_decayed_weights(1e-4)))`."
         )
 
 
 def _require_final_updates(updates: dict[_trees.Path, Value]) -> None:
-    """Raise if an update is changed after a transformation has chosen where it lands."""
+    """Raise if an update is changed after a transformation has chosen where it
+    lands.
+    """
     final = {path: value for path, value in updates.items() if value.is_final}
     changed = [path for path, value in final.items() if value.changed_by]
     if changed:
         author, by, *_ = final[changed[0]]
         raise ValueError(
-            f"`check_chain`: the update of {_trees.path_string(changed[0])!r} was final when `{author}` had rounded "
-            f"it, but `{by}` changes it after that ({len(changed)} of {len(final)} such leaves). Put what changes "
-            f"updates inside of `{author}`, or in front of it."
+            f"`check_chain`: the update of {_trees.path_string(changed[0])!r} was final"
+            f" when `{author}` had rounded it, but `{by}` changes it after that"
+            f" ({len(changed)} of {len(final)} such leaves). Put what changes updates"
+            f" inside of `{author}`, or in front of it."
         )
 
 
 def _require_no_lost_updates(
-    states: list[StateLeaf], updates: dict[_trees.Path, Value], after: dict[_trees.Path, Value]
+    states: list[StateLeaf],
+    updates: dict[_trees.Path, Value],
+    after: dict[_trees.Path, Value],
 ) -> None:
-    """Raise if an update becomes zero, and what the state keeps of the weight changes nevertheless."""
-    kept = [leaf for leaf in states if leaf.role in KEPT_OF_WEIGHTS and leaf.owner in WRITES_BACK]
+    """Raise if an update becomes zero, and what the state keeps of the weight changes
+    nevertheless.
+    """
+    kept = [
+        leaf
+        for leaf in states
+        if leaf.role in KEPT_OF_WEIGHTS and leaf.owner in WRITES_BACK
+    ]
     kept = [leaf for leaf in kept if leaf.path_of_parameter in updates]
-    is_lost = lambda value, kept: not value.is_final or value.zeros > kept.olds
-    lost = [leaf for leaf in kept if is_lost(updates[leaf.path_of_parameter], after[leaf.path])]
+
+    def is_lost(value, kept):
+        return not value.is_final or value.zeros > kept.olds
+
+    lost = [
+        leaf
+        for leaf in kept
+        if is_lost(updates[leaf.path_of_parameter], after[leaf.path])
+    ]
     if lost:
-        author, path = WRITES_BACK[lost[0].owner], _trees.path_string(lost[0].path_of_parameter)
+        author, path = (
+            WRITES_BACK[lost[0].owner],
+            _trees.path_string(lost[0].path_of_parameter),
+        )
         raise ValueError(
-            f"`check_chain`: the update of {path!r} becomes zero after `{author}` has "
-            f"chosen it, but what `{author}` keeps of the weight trains on ({len(lost)} of {len(kept)} such leaves). "
-            f"Freeze inside of `{author}` or in front of it, as in `master_weights(optax.chain(rule, "
-            "optax.freeze(mask)))`, or by `optax.partition` with mpx in one part."
+            f"`check_chain`: the update of {path!r} becomes zero after `{author}` has"
+            f" chosen it, but what `{author}` keeps of the weight trains on"
+            f" ({len(lost)} of {len(kept)} such leaves). Freeze inside of `{author}` or"
+            " in front of it, as in `master_weights(optax.chain(rule,"
+            " optax.freeze(mask)))`, or by `optax.partition` with mpx in one part."
         )
 
 
-# ---- states ---------------------------------------------------------------------------------------------------------
+# ---- states --------------------------------------------------------------------------
 
 
 def require_no_state_behind(leaves: list[StateLeaf], caller: str) -> None:
-    """Raise if a rule keeps a state behind `loss_scaling`, where a skipped step changes it."""
+    """Raise if a rule keeps a state behind `loss_scaling`, where a skipped step changes
+    it.
+    """
     scale = next(leaf.path[:-1] for leaf in leaves if leaf.role == "loss scale")
     behind, is_past = {}, False
     for leaf in leaves:
-        fork = next((key for key, other in zip(leaf.path, scale, strict=False) if key != other), None)
+        fork = next(
+            (key for key, other in zip(leaf.path, scale, strict=False) if key != other),
+            None,
+        )
         is_past |= fork is None
-        if is_past and leaf.owner is None and not isinstance(fork, jax.tree_util.GetAttrKey | None):
+        if (
+            is_past
+            and leaf.owner is None
+            and not isinstance(fork, jax.tree_util.GetAttrKey | None)
+        ):
             behind[leaf.path] = shown(leaf.leaf)
-    what = f"`{caller}`: a rule behind `loss_scaling` keeps a state, which the steps that it skips change"
+    what = (
+        f"`{caller}`: a rule behind `loss_scaling` keeps a state, which the steps that"
+        " it skips change"
+    )
     remedy = "What keeps a state must stand inside: `loss_scaling(optax.chain(...))`."
     _errors.refuse(behind, what, remedy)
 
 
 def _require_wide_state_before_masters(leaves: list[StateLeaf]) -> None:
-    """Raise if a rule keeps 16-bit state outside of masters, which give their own rule float32."""
-    is_narrow = lambda leaf: not leaf.wrapped and _trees.is_narrower(leaf.leaf)
-    narrow = {leaf.path: _trees.dtype_and_shape(leaf.leaf) for leaf in leaves if is_narrow(leaf)}
+    """Raise if a rule keeps 16-bit state outside of masters, which give their own rule
+    float32.
+    """
+
+    def is_narrow(leaf):
+        return not leaf.wrapped and _trees.is_narrower(leaf.leaf)
+
+    narrow = {
+        leaf.path: _trees.dtype_and_shape(leaf.leaf)
+        for leaf in leaves
+        if is_narrow(leaf)
+    }
     if narrow and any(leaf.role == "master" for leaf in leaves):
-        what = "`check_chain`: a rule outside of `master_weights` keeps its state in 16 bits"
+        what = (
+            "`check_chain`: a rule outside of `master_weights` keeps its state in 16"
+            " bits"
+        )
         remedy = (
-            "Masters belong around the whole chain: `master_weights(optax.chain(...))`. `optax.inject_hyperparams` may "
-            "stand around them with `hyperparam_dtype=jnp.float32`: without it, 0.999 becomes 1."
+            "Masters belong around the whole chain: `master_weights(optax.chain(...))`."
+            " `optax.inject_hyperparams` may stand around them with"
+            " `hyperparam_dtype=jnp.float32`: without it, 0.999 becomes 1."
         )
         _errors.refuse(narrow, what, remedy)

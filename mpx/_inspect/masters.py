@@ -18,11 +18,13 @@ T = TypeVar("T")
 
 
 def master_params(params: T, opt_state: optax.OptState) -> T:
-    """Return the best float32 values of the parameters: for evaluation, export, or a change of recipe.
+    """Return the best float32 values of the parameters: for evaluation, export, or a
+    change of recipe.
 
-    `opt_state` is the state of the transformation that trains them, of any nesting. Where it keeps nothing of a leaf,
-    the leaf becomes the parameter in float32. Leaves that are wider or not floating are copied, so that no array is
-    lost when parameters or state are donated.
+    `opt_state` is the state of the transformation that trains them, of any nesting.
+    Where it keeps nothing of a leaf, the leaf becomes the parameter in float32. Leaves
+    that are wider or not floating are copied, so that no array is lost when parameters
+    or state are donated.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -39,7 +41,11 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
         else:
             best = _trees.at_least_float32(p) if _trees.is_floating(p) else p
         is_concrete = isinstance(best, jax.Array) and not isinstance(best, Tracer)
-        return jax.device_put(best, best.sharding, may_alias=False) if is_concrete else best
+        return (
+            jax.device_put(best, best.sharding, may_alias=False)
+            if is_concrete
+            else best
+        )
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
@@ -47,9 +53,10 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
 def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """Return whether parameters and optimizer state belong together: a boolean scalar.
 
-    It is False after parameters were changed from outside (fine-tuning, pruning, a checkpoint of the weights alone):
-    the next update would bring the old weights back. Then call `resync`. (A weight that has just fallen almost to zero
-    may be out of sync until the next step, see `master_weights`.) It raises a ValueError for low bits
+    It is False after parameters were changed from outside (fine-tuning, pruning, a
+    checkpoint of the weights alone): the next update would bring the old weights back.
+    Then call `resync`. (A weight that has just fallen almost to zero may be out of sync
+    until the next step, see `master_weights`.) It raises a ValueError for low bits
     (`storage="split"` or `"split24"`), which fit any parameter.
 
     Example:
@@ -61,29 +68,43 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     """
     leaves = _trees.leaves_by_path(params)
     kept = _kept_by_path(params, opt_state, "is_synced")
-    belongs = {path: found.storage.belongs(leaves[path], found.leaf) for path, found in kept.items()}
-    untold = {
-        path: f"{shown(kept[path].leaf)} fits any {shown(leaves[path])}" for path, x in belongs.items() if x is None
+    belongs = {
+        path: found.storage.belongs(leaves[path], found.leaf)
+        for path, found in kept.items()
     }
-    what = "`is_synced` cannot tell: split masters keep low bits, which belong to any parameter"
+    untold = {
+        path: f"{shown(kept[path].leaf)} fits any {shown(leaves[path])}"
+        for path, x in belongs.items()
+        if x is None
+    }
+    what = (
+        "`is_synced` cannot tell: split masters keep low bits, which belong to any"
+        " parameter"
+    )
     remedy = (
-        "Save and restore parameters and state together, in one checkpoint of one step. If parameters were changed "
-        'from outside, call `resync`. Whole masters can be compared: `master_weights(rule, storage="full")`.'
+        "Save and restore parameters and state together, in one checkpoint of one step."
+        " If parameters were changed from outside, call `resync`. Whole masters can be"
+        ' compared: `master_weights(rule, storage="full")`.'
     )
     _errors.refuse(untold, what, remedy, params)
-    return functools.reduce(jnp.logical_and, map(jnp.all, belongs.values()), jnp.asarray(True))
+    return functools.reduce(
+        jnp.logical_and, map(jnp.all, belongs.values()), jnp.asarray(True)
+    )
 
 
 def resync(params: Any, opt_state: T, before: Any = None) -> T:
-    """Make parameters that were changed from outside the masters of the optimizer state.
+    """Make parameters that were changed from outside the masters of the optimizer
+    state.
 
-    Where a parameter changed, its master becomes the parameter; low bits and Kahan compensations become zero. Every
-    other element keeps what it has, and so do moments and counts. Without this the old weights come back from full
-    masters, and a changed weight goes on with the low bits of another, up to 2**-8 of it.
+    Where a parameter changed, its master becomes the parameter; low bits and Kahan
+    compensations become zero. Every other element keeps what it has, and so do moments
+    and counts. Without this the old weights come back from full masters, and a changed
+    weight goes on with the low bits of another, up to 2**-8 of it.
 
-    `before` are the parameters before the change (full of NaN, if they are gone: all count as changed then). Without it
-    a parameter has changed if it is not its master, rounded. Low bits and compensations fit other parameters too: they
-    raise a ValueError without it.
+    `before` are the parameters before the change (full of NaN, if they are gone: all
+    count as changed then). Without it a parameter has changed if it is not its master,
+    rounded. Low bits and compensations fit other parameters too: they raise a
+    ValueError without it.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -92,11 +113,25 @@ def resync(params: Any, opt_state: T, before: Any = None) -> T:
         >>> print(state.master, resync(params.at[0].set(0), state).master)
         [0.999 0.999] [0.    0.999]
     """
-    kept, now, old = _kept_by_path(params, opt_state, "resync"), _trees.leaves_by_path(params), {}
+    kept, now, old = (
+        _kept_by_path(params, opt_state, "resync"),
+        _trees.leaves_by_path(params),
+        {},
+    )
     if before is None:
-        untold = {path: shown(x.leaf) for path, x in kept.items() if not isinstance(x.storage, WholeMaster)}
-        what = "`resync` cannot tell which weights were changed: what is kept of them fits other parameters too"
-        remedy = "Give the parameters from before the change: `resync(params, opt_state, before=old_params)`."
+        untold = {
+            path: shown(x.leaf)
+            for path, x in kept.items()
+            if not isinstance(x.storage, WholeMaster)
+        }
+        what = (
+            "`resync` cannot tell which weights were changed: what is kept of them fits"
+            " other parameters too"
+        )
+        remedy = (
+            "Give the parameters from before the change: `resync(params, opt_state,"
+            " before=old_params)`."
+        )
         _errors.refuse(untold, what, remedy, params)
     else:
         _kept_by_path(before, opt_state, "resync")
@@ -104,22 +139,42 @@ def resync(params: Any, opt_state: T, before: Any = None) -> T:
     new = {}
     for path, x in kept.items():
         p = _trees.placed_like(now[path], x.leaf)
-        stays = p == _trees.placed_like(old[path], x.leaf) if path in old else x.storage.belongs(p, x.leaf)
+        stays = (
+            p == _trees.placed_like(old[path], x.leaf)
+            if path in old
+            else x.storage.belongs(p, x.leaf)
+        )
         new[x.path] = jnp.where(stays, x.leaf, x.storage.fresh(p))
     return jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), opt_state)
 
 
-def _kept_by_path(params: Any, opt_state: Any, caller: str) -> dict[_trees.Path, StateLeaf]:
+def _kept_by_path(
+    params: Any, opt_state: Any, caller: str
+) -> dict[_trees.Path, StateLeaf]:
     """Return what a state keeps of each parameter; raise if it does not fit them."""
     require_types(opt_state, caller)
     kept = weights_kept(leaves_of(opt_state))
-    require_fit(_trees.leaves_by_path(params), kept, caller, "Pass the parameters that this state belongs to.")
+    require_fit(
+        _trees.leaves_by_path(params),
+        kept,
+        caller,
+        "Pass the parameters that this state belongs to.",
+    )
     return kept
 
 
-def require_fit(params: dict[_trees.Path, Any], kept: dict[_trees.Path, StateLeaf], caller: str, remedy: str) -> None:
-    """Raise if a leaf that a state keeps of a parameter matches none in path and shape."""
+def require_fit(
+    params: dict[_trees.Path, Any],
+    kept: dict[_trees.Path, StateLeaf],
+    caller: str,
+    remedy: str,
+) -> None:
+    """Raise if a leaf that a state keeps of a parameter matches none in path and
+    shape.
+    """
     arrays = {path: leaf.leaf for path, leaf in kept.items()}
     found = {path: p for path, p in params.items() if path in kept}
-    wrong = _errors.mismatches(arrays, found, lambda x, p: np.shape(p) == x.shape, "the optimizer state keeps")
+    wrong = _errors.mismatches(
+        arrays, found, lambda x, p: np.shape(p) == x.shape, "the optimizer state keeps"
+    )
     _errors.refuse(wrong, f"`{caller}`: the state does not fit the parameters", remedy)

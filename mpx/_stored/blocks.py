@@ -1,4 +1,6 @@
-"""Blocks of an array: its elements in the order of memory, cut into runs of equal size that share a scale."""
+"""Blocks of an array: its elements in the order of memory, cut into runs of equal size
+that share a scale.
+"""
 
 import dataclasses
 import math
@@ -17,49 +19,69 @@ from mpx._stored.state_format import StateFormat
 T = TypeVar("T", bound="BlockFormat")
 
 SMALLEST = 16  # numbers in a block, each with a quarter of a byte of the scale
-_SMALLEST_UNIT = 8  # of a block that reaches over devices: of smaller ones too much would be sent
+_SMALLEST_UNIT = (
+    8  # of a block that reaches over devices: of smaller ones too much would be sent
+)
 _SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
-_CACHED = 2**25  # bytes that a second-level cache holds: 40 MiB of an A100, 50 of an H100 and H200, 126 of a B200
+_CACHED = (
+    2**25
+)  # bytes that a second-level cache holds: 40 MiB of an A100, 50 of an H100 and H200, 126 of a B200
 
 
 class BlockFormat(StateFormat):
-    """A format with a scale for each block; a subclass has the field `block_size`, a power of two from 16 to 65,536."""
+    """A format with a scale for each block; a subclass has the field `block_size`, a
+    power of two from 16 to 65,536.
+    """
 
-    block_size: int  # no field yet: each subclass has it at a place and with a default of its own
+    # no field yet: each subclass has it at a place and with a default of its own
+    block_size: int
 
     def __post_init__(self) -> None:
         size: Any = self.block_size
         if type(size) is not int or not SMALLEST <= size <= 2**16 or size & (size - 1):
             name = type(self).__name__
-            raise ValueError(f"`{name}`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}.")
+            raise ValueError(
+                f"`{name}`: `block_size` must be a power of two from 16 to 65,536, but"
+                f" got {size!r}."
+            )
 
     def for_role(self: T, role: Role) -> T:
-        """Return the format with its sign decided, if it has signs to choose: only second moments are unsigned."""
+        """Return the format with its sign decided, if it has signs to choose: only
+        second moments are unsigned.
+        """
         if getattr(self, "signed", True) is not None:
             return self
         return dataclasses.replace(self, signed=role != "second moment")  # type: ignore[type-var]
 
     def for_shards(self: T, columns: int) -> T:
-        """Return the format with blocks that each lie in one shard; unchanged if they would be too small."""
+        """Return the format with blocks that each lie in one shard; unchanged if they
+        would be too small.
+        """
         size = math.gcd(columns, self.block_size)
         return dataclasses.replace(self, block_size=size) if size >= SMALLEST else self  # type: ignore[type-var]
 
 
 def packed(codes: jax.Array, bits: int = 4, dtype: type = np.uint8) -> jax.Array:
-    """Pack codes of some bits (int32 `[..., columns]`, an even number) into `[..., columns / 2]` of twice as many.
+    """Pack codes of some bits (int32 `[..., columns]`, an even number) into `[...,
+    columns / 2]` of twice as many.
 
     A number holds two neighbours, the first in its low bits.
     """
     pairs = (codes & (2**bits - 1)).reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
-    # A sum, where slices would do: no kernel has slices, and `fused_update` would leave the array to XLA.
-    return jnp.sum(pairs << (bits * _place_in(pairs)), axis=-1, dtype=np.int32).astype(dtype)
+    # A sum, where slices would do: no kernel has slices, and `fused_update` would leave
+    # the array to XLA.
+    return jnp.sum(pairs << (bits * _place_in(pairs)), axis=-1, dtype=np.int32).astype(
+        dtype
+    )
 
 
 def unpacked(codes: jax.Array, bits: int = 4) -> jax.Array:
     """Return the codes (int32, with a sign) that `packed` was given."""
     pairs = jnp.broadcast_to(codes.astype(np.int32)[..., None], (*codes.shape, 2))
     sign = 32 - bits
-    left = sign - bits * _place_in(pairs)  # shift out what stands to the left of a code, then repeat its sign
+    left = sign - bits * _place_in(
+        pairs
+    )  # shift out what stands to the left of a code, then repeat its sign
     return ((pairs << left) >> sign).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
@@ -69,7 +91,9 @@ def _place_in(rows: jax.Array) -> jax.Array:
 
 
 def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-    """Return `[..., columns / block_size]` if rows are whole blocks, else `[blocks]`."""
+    """Return `[..., columns / block_size]` if rows are whole blocks, else
+    `[blocks]`.
+    """
     size = math.prod(shape)
     if shape and size and shape[-1] % block_size == 0:
         return (*shape[:-1], shape[-1] // block_size)
@@ -80,7 +104,9 @@ def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:
     """Return the largest key (uint32) of each block."""
     of_blocks = scales_shape(keys.shape, block_size)
     if unit := _unit(keys.shape, block_size):
-        of_units = jnp.max(keys.reshape(*keys.shape[:-1], keys.shape[-1] // unit, unit), axis=-1)
+        of_units = jnp.max(
+            keys.reshape(*keys.shape[:-1], keys.shape[-1] // unit, unit), axis=-1
+        )
         return largest_of_blocks(of_units, block_size // unit)
     if tiles := _in_tiles(keys.shape, block_size):
         keys = jnp.max(keys.reshape(tiles), axis=-1)
@@ -93,60 +119,88 @@ def largest_of_blocks(keys: jax.Array, block_size: int) -> jax.Array:
 
 def spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Array:
     """Return the scale of each element of an array of this shape."""
-    repeat = lambda x, times: jnp.broadcast_to(x[..., None], (*x.shape, times))
+
+    def repeat(x, times):
+        return jnp.broadcast_to(x[..., None], (*x.shape, times))
+
     if unit := _unit(shape, block_size):
         of_units = (*shape[:-1], shape[-1] // unit)
         return repeat(spread(scales, of_units, block_size // unit), unit).reshape(shape)
-    is_large = isinstance(scales.nbytes, int) and scales.nbytes > _CACHED  # under `jax.export` a size may be a symbol
-    if is_large and not are_several_in_sight():  # to cut an array that is sharded would send it
+    is_large = (
+        isinstance(scales.nbytes, int) and scales.nbytes > _CACHED
+    )  # under `jax.export` a size may be a symbol
+    if (
+        is_large and not are_several_in_sight()
+    ):  # to cut an array that is sharded would send it
         scales = in_cached_parts(scales)
     if tiles := _in_tiles(shape, block_size):
-        return repeat(repeat(scales, block_size // _LANES).reshape(tiles[:-1]), _LANES).reshape(shape)
+        return repeat(
+            repeat(scales, block_size // _LANES).reshape(tiles[:-1]), _LANES
+        ).reshape(shape)
     return repeat(scales, block_size).reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 @jax.jit
 def in_cached_parts(scales: jax.Array) -> jax.Array:
-    """Return the same scales, put together from arrays that each fit into the cache of a GPU.
+    """Return the same scales, put together from arrays that each fit into the cache of
+    a GPU.
 
-    XLA for GPUs takes a larger array to be read from memory again for each *element* that is multiplied by it. Then it
-    decodes a moment once and writes it in float32: 8 bytes of temporaries a parameter.
+    XLA for GPUs takes a larger array to be read from memory again for each *element*
+    that is multiplied by it. Then it decodes a moment once and writes it in float32: 8
+    bytes of temporaries a parameter.
     """
     parts = jnp.array_split(scales.reshape(-1), -(-scales.nbytes // _CACHED))
-    # The barrier guards: a compiler may take the joined parts of one array for the array. XLA of jax 0.10.2 does not.
+    # The barrier guards: a compiler may take the joined parts of one array for the
+    # array. XLA of jax 0.10.2 does not.
     return jnp.concatenate(lax.optimization_barrier(parts)).reshape(scales.shape)
 
 
 def returns_its_operand(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a call of `in_cached_parts`, which a kernel needs not."""
+    """Return whether an equation is a call of `in_cached_parts`, which a kernel needs
+    not.
+    """
     return eqn.params.get("name") == "in_cached_parts"
 
 
 def _unit(shape: tuple[int, ...], block_size: int) -> int:
-    """Return how many neighbours of a block lie on one device, however columns are divided; 0 if that is no concern.
+    """Return how many neighbours of a block lie on one device, however columns are
+    divided; 0 if that is no concern.
 
-    An array whose blocks reach over devices is not sent whole then: only the largest number of each unit is. TPUs
-    would copy any array for that: 24 bytes a number.
+    An array whose blocks reach over devices is not sent whole then: only the largest
+    number of each unit is. TPUs would copy any array for that: 24 bytes a number.
     """
     devices = dividing_devices()
-    is_divided = devices > 1 and shape and isinstance(shape[-1], int) and shape[-1] % devices == 0  # no symbol
+    is_divided = (
+        devices > 1
+        and shape
+        and isinstance(shape[-1], int)
+        and shape[-1] % devices == 0
+    )  # no symbol
     if not is_divided or jax.default_backend() == "tpu":
         return 0
     unit = math.gcd(shape[-1] // devices, block_size)
-    return unit if _SMALLEST_UNIT <= unit < block_size and unit % _LANES else 0  # those of 128 lie in tiles
+    return (
+        unit if _SMALLEST_UNIT <= unit < block_size and unit % _LANES else 0
+    )  # those of 128 lie in tiles
 
 
 def _in_tiles(shape: tuple[int, ...], block_size: int) -> tuple[int, ...] | None:
-    """Return the shape that views an array as tiles of 8 rows, 128 columns; None if blocks are not made of tile rows.
+    """Return the shape that views an array as tiles of 8 rows, 128 columns; None if
+    blocks are not made of tile rows.
 
-    A TPU keeps arrays in such tiles: this view is free there, while a view of blocks copies the array. Elsewhere both
-    views keep the elements in their order in memory. A tile that reaches over two devices would gather the array, so
-    the rows must be whole tiles on each, if they are divided.
+    A TPU keeps arrays in such tiles: this view is free there, while a view of blocks
+    copies the array. Elsewhere both views keep the elements in their order in memory. A
+    tile that reaches over two devices would gather the array, so the rows must be whole
+    tiles on each, if they are divided.
     """
     if not (shape and math.prod(shape)) or block_size % _LANES:
         return None
     if len(shape) == 1:
-        return (-1, _SUBLANES, _LANES) if shape[0] % max(block_size, _SUBLANES * _LANES) == 0 else None
+        return (
+            (-1, _SUBLANES, _LANES)
+            if shape[0] % max(block_size, _SUBLANES * _LANES) == 0
+            else None
+        )
     *leading, rows, columns = shape
     if rows % (_SUBLANES * dividing_devices()) or columns % block_size:
         return None

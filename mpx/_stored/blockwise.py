@@ -1,17 +1,21 @@
-"""`Blockwise8bit` and `Blockwise4bit`: keep a state in few bits an element, by a map of squares, scaled by block.
+"""`Blockwise8bit` and `Blockwise4bit`: keep a state in few bits an element, by a map of
+squares, scaled by block.
 
 Invariants of what is stored:
 
-- A scale is the largest magnitude of its block, exactly. What has that magnitude is decoded exactly.
-- The magnitude over the scale is `(c / top) ** 2` for a code `c`. In 8 bits `c` goes from -127 to 127 (int8) if numbers
-  may be negative, and up to 255 (uint8) if not; in 4 bits from -7 to 7, two codes in a byte.
+- A scale is the largest magnitude of its block, exactly. What has that magnitude is
+  decoded exactly.
+- The magnitude over the scale is `(c / top) ** 2` for a code `c`. In 8 bits `c` goes
+  from -127 to 127 (int8) if numbers may be negative, and up to 255 (uint8) if not; in 4
+  bits from -7 to 7, two codes in a byte.
 - To decode and encode again changes no code and no scale.
 
-Encoding is `top * sqrt(|x| / scale)`. A root spends more codes on small numbers than on large ones. Decoding needs no
-division: XLA would not compute that twice, once for the scales and once for the codes, but write moments in float32.
+Encoding is `top * sqrt(|x| / scale)`. A root spends more codes on small numbers than on
+large ones. Decoding needs no division: XLA would not compute that twice, once for the
+scales and once for the codes, but write moments in float32.
 
-No product on the way to a code is followed by an addition, so that no compiler can contract the two: equal numbers get
-equal codes in every program.
+No product on the way to a code is followed by an addition, so that no compiler can
+contract the two: equal numbers get equal codes in every program.
 """
 
 import dataclasses
@@ -24,51 +28,66 @@ from mpx._noise import uniform_for
 from mpx._stored.blocks import BlockFormat, largest_of_blocks, packed, spread, unpacked
 from mpx._stored.roles import Role
 
-_SIGN, _INFINITY_BITS, _SMALLEST_NORMAL_BITS = np.uint32(0x8000_0000), np.uint32(0x7F80_0000), np.uint32(0x0080_0000)
+_SIGN, _INFINITY_BITS, _SMALLEST_NORMAL_BITS = (
+    np.uint32(0x8000_0000),
+    np.uint32(0x7F80_0000),
+    np.uint32(0x0080_0000),
+)
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _LARGE = np.float32(2.0**64)
-# Stochastic rounding sees this many places between two codes: a number that was decoded is found at its code again,
-# although roots and the division by the scale leave an error in the last bits.
+# Stochastic rounding sees this many places between two codes: a number that was decoded
+# is found at its code again, although roots and the division by the scale leave an
+# error in the last bits.
 _PLACES = np.float32(1024)
 _TOP_OF_4_BITS = np.float32(7)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise8bit(BlockFormat):
-    """Keep a state in 8 bits an element: a map of squares, with one float32 scale for each block.
+    """Keep a state in 8 bits an element: a map of squares, with one float32 scale for
+    each block.
 
-    The largest magnitude of a block is exact. A signed number close to it is off by 0.8% at most, one of a tenth of it
-    by 2.5%, one of a hundredth by 8%; below 1.6e-5 of it a number becomes zero. Unsigned, for second moments, these
-    errors are half as large, and no positive number becomes zero. A block with a NaN becomes NaN, and so does a block
-    with a negative number under the unsigned map. An infinity stays infinite, and the finite numbers of its block
-    become NaN. Blocks whose largest magnitude is below 1.2e-38 become zero.
+    The largest magnitude of a block is exact. A signed number close to it is off by
+    0.8% at most, one of a tenth of it by 2.5%, one of a hundredth by 8%; below 1.6e-5
+    of it a number becomes zero. Unsigned, for second moments, these errors are half as
+    large, and no positive number becomes zero. A block with a NaN becomes NaN, and so
+    does a block with a negative number under the unsigned map. An infinity stays
+    infinite, and the finite numbers of its block become NaN. Blocks whose largest
+    magnitude is below 1.2e-38 become zero.
 
-    Rounded to nearest, a member of a block stands still if a step changes it, relative to the largest, by less than
-    half the distance to the next code: a second moment moves in leaps. Training works nevertheless.
-    `rounding="stochastic"` follows each member in the mean.
+    Rounded to nearest, a member of a block stands still if a step changes it, relative
+    to the largest, by less than half the distance to the next code: a second moment
+    moves in leaps. Training works nevertheless. `rounding="stochastic"` follows each
+    member in the mean.
 
-    Each device codes its own shard of an array if whole blocks lie in the shard. On a mesh of explicit axes
-    `low_precision_state` makes the blocks of a leaf smaller where they would not. On automatic axes nothing says how an
-    array is divided, and blocks have the borders of one device. Where a block reaches over devices, GPUs send the
-    largest of each 8 numbers or more, if so many divide the columns of a device. Else they send the array, as TPUs do.
-    Blocks lie in rows where a box of Flax names the last axis; otherwise choose a `block_size` that divides the
-    columns.
+    Each device codes its own shard of an array if whole blocks lie in the shard. On a
+    mesh of explicit axes `low_precision_state` makes the blocks of a leaf smaller where
+    they would not. On automatic axes nothing says how an array is divided, and blocks
+    have the borders of one device. Where a block reaches over devices, GPUs send the
+    largest of each 8 numbers or more, if so many divide the columns of a device. Else
+    they send the array, as TPUs do. Blocks lie in rows where a box of Flax names the
+    last axis; otherwise choose a `block_size` that divides the columns.
 
     Args:
-        block_size: numbers that share a scale, a power of two from 16 to 65,536. A leaf is cut into blocks in the order
-            of its elements in memory; the last block may be shorter.
-        signed: whether numbers may be negative. None: the field of the optimizer's state decides. mpx knows the fields
-            of Optax, and the usual names in other states (`mu`, `nu`, `exp_avg`, `exp_avg_sq`...).
+        block_size: numbers that share a scale, a power of two from 16 to 65,536. A leaf
+            is cut into blocks in the order of its elements in memory; the last block
+            may be shorter.
+        signed: whether numbers may be negative. None: the field of the optimizer's
+            state decides. mpx knows the fields of Optax, and the usual names in other
+            states (`mu`, `nu`, `exp_avg`, `exp_avg_sq`...).
 
     Example:
-        >>> tx = low_precision_state(optax.adam(1e-3), {"mu": Blockwise8bit(), "nu": Blockwise8bit()})
+        >>> tx = low_precision_state(
+        ...     optax.adam(1e-3), {"mu": Blockwise8bit(), "nu": Blockwise8bit()}
+        ... )
         >>> mu = optax.tree.get(tx.init({"w": jnp.ones((64, 100))}), "mu")["w"]
         >>> mu.codes.dtype, mu.codes.shape, mu.scales.shape, mu.decode().dtype
         (dtype('int8'), (64, 100), (25,), dtype('float32'))
 
     References:
-        Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), for blocks; FlashOptim,
-        2026 (arXiv 2602.23349), for companded codes, and for the root of second moments.
+        Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization" (arXiv
+        2110.02861), for blocks; FlashOptim, 2026 (arXiv 2602.23349), for companded
+        codes, and for the root of second moments.
     """
 
     block_size: int = 256
@@ -77,13 +96,19 @@ class Blockwise8bit(BlockFormat):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.signed is not None and not isinstance(self.signed, bool):
-            raise TypeError(f"`Blockwise8bit`: `signed` must be True, False or None, but got {self.signed!r}.")
+            raise TypeError(
+                "`Blockwise8bit`: `signed` must be True, False or None, but got"
+                f" {self.signed!r}."
+            )
 
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Return codes in the shape of a float32 array, and a float32 scale for each block.
+    def encode(
+        self, x: jax.Array, key: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return codes in the shape of a float32 array, and a float32 scale for each
+        block.
 
-        The scales are `[..., columns / block_size]` if rows are whole blocks, so that an array and its scales can be
-        sharded alike. Otherwise they are `[blocks]`.
+        The scales are `[..., columns / block_size]` if rows are whole blocks, so that
+        an array and its scales can be sharded alike. Otherwise they are `[blocks]`.
         """
         signed, top, dtype = self._map()
         code, scales = _encoded(x, self.block_size, signed, top, key)
@@ -93,32 +118,43 @@ class Blockwise8bit(BlockFormat):
         return _decoded(codes.astype(np.int32), scales, self.block_size, self._map()[1])
 
     def _map(self) -> tuple[bool, np.float32, type]:
-        """Return whether codes have a sign, the code of the largest magnitude, and the dtype of codes."""
-        return (False, np.float32(255), np.uint8) if self.signed is False else (True, np.float32(127), np.int8)
+        """Return whether codes have a sign, the code of the largest magnitude, and the
+        dtype of codes.
+        """
+        return (
+            (False, np.float32(255), np.uint8)
+            if self.signed is False
+            else (True, np.float32(127), np.int8)
+        )
 
     def why_unsuitable(self, role: Role, shape: tuple[int, ...]) -> str | None:
         if self.signed is not None or role != "unknown":
             return None
         return (
-            "are in fields of unknown sign, and the right map depends on the sign. Say "
-            "`Blockwise8bit(signed=False)` for second moments, `Blockwise8bit(signed=True)` for others."
+            "are in fields of unknown sign, and the right map depends on the sign. Say"
+            " `Blockwise8bit(signed=False)` for second moments,"
+            " `Blockwise8bit(signed=True)` for others."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise4bit(BlockFormat):
-    """Keep a first moment in 4 bits an element, rounded at random: the same map, with codes from -7 to 7.
+    """Keep a first moment in 4 bits an element, rounded at random: the same map, with
+    codes from -7 to 7.
 
-    The largest magnitude of a block is exact. The others are rounded up or down between (c / 7)**2 and
-    ((c + 1) / 7)**2 of it. Their mean is within 0.5% of them down to a thousandth of the largest; below 4.9e-9 of it a
-    number becomes zero. Rounded to nearest, a training run fails (a small GPT ended 23 to 34 standard deviations from
-    float32): most of a moment would stand still or be zero. So `low_precision_state` wants a `key` for it. Infinities
-    and NaN are as in `Blockwise8bit`.
+    The largest magnitude of a block is exact. The others are rounded up or down between
+    (c / 7)**2 and ((c + 1) / 7)**2 of it. Their mean is within 0.5% of them down to a
+    thousandth of the largest; below 4.9e-9 of it a number becomes zero. Rounded to
+    nearest, a training run fails (a small GPT ended 23 to 34 standard deviations from
+    float32): most of a moment would stand still or be zero. So `low_precision_state`
+    wants a `key` for it. Infinities and NaN are as in `Blockwise8bit`.
 
-    Second moments are refused: many would be zero, and updates are divided by their root. Keep them in
-    `Blockwise8bit()`: then AdamW with masters of 24 bits takes 4.55 bytes a parameter between two steps.
+    Second moments are refused: many would be zero, and updates are divided by their
+    root. Keep them in `Blockwise8bit()`: then AdamW with masters of 24 bits takes 4.55
+    bytes a parameter between two steps.
 
-    Two codes share a byte, if the last axis has an even size. Otherwise a code takes a byte.
+    Two codes share a byte, if the last axis has an even size. Otherwise a code takes a
+    byte.
 
     Args:
         block_size: numbers that share a float32 scale, as in `Blockwise8bit`.
@@ -131,17 +167,21 @@ class Blockwise4bit(BlockFormat):
         (dtype('uint8'), (64, 64), (64, 1), (64, 128))
 
     References:
-        Li et al. 2023, "Memory Efficient Optimizers with 4-bit States" (arXiv 2309.01507), for blocks of 128 and for
-        what a zero does in a second moment.
+        Li et al. 2023, "Memory Efficient Optimizers with 4-bit States" (arXiv
+        2309.01507), for blocks of 128 and for what a zero does in a second moment.
     """
 
     block_size: int = 128
     rounds_at_random = True
 
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Return the codes of a float32 array, and a float32 scale for each block; without a key round to nearest.
+    def encode(
+        self, x: jax.Array, key: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the codes of a float32 array, and a float32 scale for each block;
+        without a key round to nearest.
 
-        Codes are uint8 `[..., columns / 2]`, or int8 in the shape of the array if it has an odd number of columns.
+        Codes are uint8 `[..., columns / 2]`, or int8 in the shape of the array if it
+        has an odd number of columns.
         """
         codes, scales = _encoded(x, self.block_size, True, _TOP_OF_4_BITS, key)
         is_even = codes.ndim and codes.shape[-1] % 2 == 0
@@ -153,11 +193,15 @@ class Blockwise4bit(BlockFormat):
 
     def why_unsuitable(self, role: Role, shape: tuple[int, ...]) -> str | None:
         if role == "second moment":
-            return "are second moments, of which many would be zero in 4 bits. Use `Blockwise8bit()`."
+            return (
+                "are second moments, of which many would be zero in 4 bits. Use"
+                " `Blockwise8bit()`."
+            )
         if role == "unknown":
             return (
-                "may be second moments, which 4 bits cannot hold: mpx does not know the field. Declare the state by "
-                "`register_state`, or use `Blockwise8bit(signed=...)`."
+                "may be second moments, which 4 bits cannot hold: mpx does not know the"
+                " field. Declare the state by `register_state`, or use"
+                " `Blockwise8bit(signed=...)`."
             )
         return None
 
@@ -167,22 +211,30 @@ def _encoded(
 ) -> tuple[jax.Array, jax.Array]:
     """Return codes (int32) in the shape of an array, and a scale for each block."""
     scales = _scales(x, block_size, signed)
-    place = jnp.sqrt(jnp.abs(x)) * spread(_inverse_roots(scales, top), x.shape, block_size)
-    place = jnp.where(place <= top, place, top)  # an infinity, or a NaN, whose code does not count
+    place = jnp.sqrt(jnp.abs(x)) * spread(
+        _inverse_roots(scales, top), x.shape, block_size
+    )
+    place = jnp.where(
+        place <= top, place, top
+    )  # an infinity, or a NaN, whose code does not count
     code = jnp.round(place) if key is None else _one_of_two(place, uniform_for(key, x))
     if signed:
         code = jnp.where(x < 0, -code, code)
     else:
-        # A positive number never becomes zero, but beside an infinity: zero times infinity is NaN.
+        # A positive number never becomes zero, but beside an infinity: zero times
+        # infinity is NaN.
         least = spread((scales < np.inf).astype(np.float32), x.shape, block_size)
         code = jnp.where(x >= _SMALLEST_NORMAL, jnp.maximum(code, least), np.float32(0))
     return code.astype(np.int32), scales
 
 
-def _decoded(codes: jax.Array, scales: jax.Array, block_size: int, top: np.float32) -> jax.Array:
+def _decoded(
+    codes: jax.Array, scales: jax.Array, block_size: int, top: np.float32
+) -> jax.Array:
     """Return the float32 array of codes (int32)."""
     code = codes.astype(np.float32)
-    # The square is exact. Multiply by the inverse: XLA does that with a division by a constant, but not always.
+    # The square is exact. Multiply by the inverse: XLA does that with a division by a
+    # constant, but not always.
     value = code * jnp.abs(code) * np.float32(1 / top**2)
     # Without this line the largest float32 came back from XLA for CPUs as 3.4028233e38.
     value = jnp.where(jnp.abs(code) == top, jnp.clip(code, -1, 1), value)
@@ -190,32 +242,52 @@ def _decoded(codes: jax.Array, scales: jax.Array, block_size: int, top: np.float
 
 
 def _scales(x: jax.Array, block_size: int, signed: bool) -> jax.Array:
-    """Return the largest magnitude of each block; 0 if it is subnormal, NaN for a negative number without a sign.
+    """Return the largest magnitude of each block; 0 if it is subnormal, NaN for a
+    negative number without a sign.
 
-    The maximum is one of unsigned integers. In their order infinity stands above finite numbers, NaN above infinity,
-    and negative numbers above NaN. Negative zero is zero.
+    The maximum is one of unsigned integers. In their order infinity stands above finite
+    numbers, NaN above infinity, and negative numbers above NaN. Negative zero is zero.
     """
     bits = x.view(np.uint32)
     magnitude = bits & ~_SIGN
-    bits = magnitude if signed else jnp.where(magnitude < _SMALLEST_NORMAL_BITS, np.uint32(0), bits)
+    bits = (
+        magnitude
+        if signed
+        else jnp.where(magnitude < _SMALLEST_NORMAL_BITS, np.uint32(0), bits)
+    )
     bits = largest_of_blocks(bits, block_size)
-    scales = jnp.where(bits >= _SMALLEST_NORMAL_BITS, bits.view(np.float32), np.float32(0))
+    scales = jnp.where(
+        bits >= _SMALLEST_NORMAL_BITS, bits.view(np.float32), np.float32(0)
+    )
     return jnp.where(bits > _INFINITY_BITS, np.float32(np.nan), scales)
 
 
 def _inverse_roots(scales: jax.Array, top: np.float32) -> jax.Array:
-    """Return `top / sqrt(scale)`; 0 for a scale of zero and for one that is infinite or NaN."""
+    """Return `top / sqrt(scale)`; 0 for a scale of zero and for one that is infinite or
+    NaN.
+    """
     ordinary = (scales > 0) & (scales < np.inf)
     # The inverse of a large scale would be subnormal.
-    shrink, grow = (jnp.where(scales >= _LARGE, np.float32(y), np.float32(1)) for y in (2.0**-64, 2.0**-32))
-    inverse = jnp.where(ordinary, 1 / jnp.where(ordinary, scales * shrink, np.float32(1)), np.float32(0))
-    return top * (grow * jnp.sqrt(inverse))  # XLA computes `1 / sqrt` in another way, with other bits
+    shrink, grow = (
+        jnp.where(scales >= _LARGE, np.float32(y), np.float32(1))
+        for y in (2.0**-64, 2.0**-32)
+    )
+    inverse = jnp.where(
+        ordinary, 1 / jnp.where(ordinary, scales * shrink, np.float32(1)), np.float32(0)
+    )
+    return top * (
+        grow * jnp.sqrt(inverse)
+    )  # XLA computes `1 / sqrt` in another way, with other bits
 
 
 def _one_of_two(place: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return the code below a place or the one above, at random, so that the mean of what they decode to is right."""
+    """Return the code below a place or the one above, at random, so that the mean of
+    what they decode to is right.
+    """
     place = jnp.round(place * _PLACES) * (1 / _PLACES)
     below = jnp.floor(place)
     rest = place - below
-    odds = rest * (2 * below + rest) / (2 * below + 1)  # between the squares of the two codes
+    odds = (
+        rest * (2 * below + rest) / (2 * below + 1)
+    )  # between the squares of the two codes
     return below + (noise < odds).astype(np.float32)

@@ -1,4 +1,6 @@
-"""Define how an array of an optimizer's state is kept between steps: the stored leaf and its format."""
+"""Define how an array of an optimizer's state is kept between steps: the stored leaf
+and its format.
+"""
 
 import abc
 import dataclasses
@@ -17,20 +19,29 @@ from jax import export
 
 from mpx import _trees, formats
 from mpx._errors import not_differentiable
-from mpx._shardings import dividing_devices, explicit_sharding, in_auto, names_at, part_sharding
+from mpx._shardings import (
+    dividing_devices,
+    explicit_sharding,
+    in_auto,
+    names_at,
+    part_sharding,
+)
 from mpx._stored.roles import Role
 
 
 class StateFormat(abc.ABC):
-    """A way to keep a float32 array of an optimizer's state in fewer bytes between two steps.
+    """A way to keep a float32 array of an optimizer's state in fewer bytes between two
+    steps.
 
-    Subclass it as a frozen dataclass with `encode` and `decode`. It then works in `low_precision_state`,
-    `fused_update`, `zero1`, `convert_state`, `memory_plan` and Orbax as the formats of mpx do ("Writing your own",
-    in the docs, has an example). Its fields are settings: they are hashed and compared, because `jax.jit` compiles a
+    Subclass it as a frozen dataclass with `encode` and `decode`. It then works in
+    `low_precision_state`, `fused_update`, `zero1`, `convert_state`, `memory_plan` and
+    Orbax as the formats of mpx do ("Writing your own", in the docs, has an example).
+    Its fields are settings: they are hashed and compared, because `jax.jit` compiles a
     step for each format.
 
     Attributes:
-        rounds_at_random: whether it needs a PRNG key, because a training run fails if it rounds to nearest.
+        rounds_at_random: whether it needs a PRNG key, because a training run fails if
+            it rounds to nearest.
     """
 
     rounds_at_random: ClassVar[bool] = False
@@ -39,17 +50,21 @@ class StateFormat(abc.ABC):
         super().__init_subclass__(**kwargs)
         if "refuses" in vars(cls):  # until 1.0
             raise TypeError(
-                f"`{cls.__name__}`: the method `refuses` of a `StateFormat` is called `why_unsuitable` now."
+                f"`{cls.__name__}`: the method `refuses` of a `StateFormat` is called"
+                " `why_unsuitable` now."
             )
 
     @abc.abstractmethod
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    def encode(
+        self, x: jax.Array, key: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Return the codes of a float32 array, and their scales.
 
-        Codes may have another shape than the array: two codes of 4 bits fit into a byte. `zero1` shards
-        codes and scales like the parameter if they have the axes of the array; only the last may be shorter. There is a
-        `key` if rounding is stochastic. Without scales (None), and with floating codes in the shape of `x`, the state
-        keeps the codes as a plain array.
+        Codes may have another shape than the array: two codes of 4 bits fit into a
+        byte. `zero1` shards codes and scales like the parameter if they have the axes
+        of the array; only the last may be shorter. There is a `key` if rounding is
+        stochastic. Without scales (None), and with floating codes in the shape of `x`,
+        the state keeps the codes as a plain array.
         """
 
     @abc.abstractmethod
@@ -57,21 +72,26 @@ class StateFormat(abc.ABC):
         """Return the array that was encoded."""
 
     def for_role(self, role: Role) -> "StateFormat":
-        """Return the format for a leaf of this role: itself, or a copy whose unset options the role decides."""
+        """Return the format for a leaf of this role: itself, or a copy whose unset
+        options the role decides.
+        """
         return self
 
     def for_shards(self, columns: int) -> "StateFormat":
-        """Return the format for a leaf whose shards have this many columns, so that each device encodes its own.
+        """Return the format for a leaf whose shards have this many columns, so that
+        each device encodes its own.
 
         A shard of whole rows lies in memory in one piece: it counts as one row.
         """
         return self
 
     def why_unsuitable(self, role: Role, shape: tuple[int, ...]) -> str | None:
-        """Return a reason such as "are second moments, which float16 cannot hold"; None if the format holds the leaf.
+        """Return a reason such as "are second moments, which float16 cannot hold"; None
+        if the format holds the leaf.
 
-        It is asked about each leaf that would be kept so: its role, such as `"second moment"`, and its shape. The error
-        that follows says "These leaves" and the reason.
+        It is asked about each leaf that would be kept so: its role, such as `"second
+        moment"`, and its shape. The error that follows says "These leaves" and the
+        reason.
         """
         return None
 
@@ -81,13 +101,16 @@ class StateFormat(abc.ABC):
 class StoredLeaf:
     """A float32 array of an optimizer's state, encoded for the time between two steps.
 
-    - It stands in the rule's state where the float32 array stood, and `decode` gives back an array of its `shape`.
-    - It is a pytree node: `codes` and `scales` are its children, and `format` is static.
+    - It stands in the rule's state where the float32 array stood, and `decode` gives
+      back an array of its `shape`.
+    - It is a pytree node: `codes` and `scales` are its children, and `format` is
+      static.
     - So the format travels with the array, through `jax.jit`, Orbax and shardings.
 
     Attributes:
-        codes: what `format.encode` returned for the array. If the array is in a box (an `nnx.Param`, a `NamedArray` of
-            Haliax), codes and scales are in such boxes, with the names of the axes that they still have.
+        codes: what `format.encode` returned for the array. If the array is in a box (an
+            `nnx.Param`, a `NamedArray` of Haliax), codes and scales are in such boxes,
+            with the names of the axes that they still have.
         scales: the scales of the codes; None if the format has none.
         format: how to decode them.
 
@@ -102,12 +125,14 @@ class StoredLeaf:
     scales: Any
     format: StateFormat = dataclasses.field(metadata={"static": True})
 
-    # Traced once for all equal leaves, each of which is one call in the program: with 100 of them in 8 bits a step is
-    # traced in 0.13 s, and in 0.8 s without this here and at `store`.
+    # Traced once for all equal leaves, each of which is one call in the program: with
+    # 100 of them in 8 bits a step is traced in 0.13 s, and in 0.8 s without this here
+    # and at `store`.
     @jax.jit
     def decode(self) -> jax.Array:
         """Return the array in float32."""
-        # A format of a user may return 16 bits; the rule computes in float32 all the same.
+        # A format of a user may return 16 bits; the rule computes in float32 all the
+        # same.
         return placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
 
     @property
@@ -120,7 +145,9 @@ class StoredLeaf:
         return codes, scales[0] if scales else None
 
 
-@functools.lru_cache(maxsize=4096)  # a state has many leaves of one shape, and is looked through at every update
+@functools.lru_cache(
+    maxsize=4096
+)  # a state has many leaves of one shape, and is looked through at every update
 def _shape(format: StateFormat, codes: Any, scales: Any) -> tuple[int, ...]:
     return jax.eval_shape(StoredLeaf.decode, StoredLeaf(codes, scales, format)).shape
 
@@ -132,64 +159,97 @@ def is_stored(node: Any) -> bool:
 
 def shown(leaf: Any) -> str:
     """Return how messages show a leaf of a state."""
-    return f"{leaf.format} of {list(leaf.shape)}" if is_stored(leaf) else _trees.dtype_and_shape(leaf)
+    return (
+        f"{leaf.format} of {list(leaf.shape)}"
+        if is_stored(leaf)
+        else _trees.dtype_and_shape(leaf)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=1)  # as `decode`
 def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     """Encode an array, or a box with one.
 
-    Return a stored leaf. If there are no scales, and the codes are floating numbers in the array's shape, return the
-    codes. What is kept is in boxes like the array's.
+    Return a stored leaf. If there are no scales, and the codes are floating numbers in
+    the array's shape, return the codes. What is kept is in boxes like the array's.
     """
     # At the first leaf: at import it would load Flax for all who have it installed.
     _tell_flax()
     (array,), box = jax.tree.flatten(x)
     array = array.astype(np.float32)
     if not isinstance(format, Cast):
-        # A cast has a derivative. That of codes would be zero, and a learned rate would stand still.
+        # A cast has a derivative. That of codes would be zero, and a learned rate would
+        # stand still.
         array = not_differentiable(array, _NO_DERIVATIVE.format(format))
     codes, scales = placed_by_xla(format.encode, array, key)
-    boxed = lambda part: None if part is None else _boxed(part, box, array)
-    if scales is None and codes.shape == array.shape and jnp.issubdtype(codes.dtype, jnp.floating):
+
+    def boxed(part):
+        return None if part is None else _boxed(part, box, array)
+
+    if (
+        scales is None
+        and codes.shape == array.shape
+        and jnp.issubdtype(codes.dtype, jnp.floating)
+    ):
         return boxed(codes)
     return StoredLeaf(boxed(codes), boxed(scales), format)
 
 
 def _boxed(part: jax.Array, box: Any, array: jax.Array) -> Any:
-    """Put codes or scales into a box like their array's, with those names of axes that fit."""
+    """Put codes or scales into a box like their array's, with those names of axes that
+    fit.
+    """
     boxed = box.unflatten([part])
     if part.shape == array.shape or not _trees.is_box(boxed):
         return boxed
-    fitting = {key: _fitting(names, part.shape, array) for key, names in _names_of_axes(boxed).items()}
+    fitting = {
+        key: _fitting(names, part.shape, array)
+        for key, names in _names_of_axes(boxed).items()
+    }
     if "axis_names" in fitting:  # of Haliax, which has no axis without a name
         names = itertools.zip_longest(fitting["axis_names"], range(part.ndim))
-        return dataclasses.replace(boxed, axis_names=tuple(name or f"axis {i}" for name, i in names))
+        return dataclasses.replace(
+            boxed, axis_names=tuple(name or f"axis {i}" for name, i in names)
+        )
     if fitting:
         return boxed.replace(**fitting)
-    return boxed if hasattr(boxed, "get_metadata") else part  # a user's own box without names fits its array only
+    return (
+        boxed if hasattr(boxed, "get_metadata") else part
+    )  # a user's own box without names fits its array only
 
 
 def _names_of_axes(box: Any) -> dict[str, Any]:
-    """Return what a box says about the axes of its array: names of each, under all keys that have them.
+    """Return what a box says about the axes of its array: names of each, under all keys
+    that have them.
 
-    Trainers read other keys than Flax: MaxText takes `sharding_names` where `out_sharding` names nothing.
+    Trainers read other keys than Flax: MaxText takes `sharding_names` where
+    `out_sharding` names nothing.
     """
     if not hasattr(box, "get_metadata"):
-        return {key: getattr(box, key) for key in ("names", "axis_names") if hasattr(box, key)}
+        return {
+            key: getattr(box, key)
+            for key in ("names", "axis_names")
+            if hasattr(box, key)
+        }
     metadata = box.get_metadata()
     keys = ("out_sharding", "optimizer_sharding", "sharding_names")
     return {key: metadata[key] for key in keys if metadata.get(key)}
 
 
 def is_last_axis_named(box: Any, ndim: int) -> bool:
-    """Return whether the box of an array (None: it has no box) names the last axis, which may then be divided."""
+    """Return whether the box of an array (None: it has no box) names the last axis,
+    which may then be divided.
+    """
     every = _names_of_axes(box).values()
-    return any(isinstance(names, Iterable) and any(tuple(names)[ndim - 1 :]) for names in every)
+    return any(
+        isinstance(names, Iterable) and any(tuple(names)[ndim - 1 :]) for names in every
+    )
 
 
 def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, ...]:
-    """Return the names of the axes that codes or scales have in common with their array."""
+    """Return the names of the axes that codes or scales have in common with their
+    array.
+    """
     if not isinstance(names, Iterable) or len(part) not in (1, array.ndim):
         return ()
     sharding, devices = explicit_sharding(array), dividing_devices()
@@ -197,28 +257,36 @@ def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, 
     def fits(i):
         if sharding is not None:
             return names_at(part_sharding(sharding, array.shape, part).spec, i)
-        # No mesh is known. A multiple of 64 can be divided by that many devices, or 32, 16, 8...
+        # No mesh is known. A multiple of 64 can be divided by that many devices, or 32,
+        # 16, 8...
         is_divisible = part[i] % 64 == 0 or (devices > 1 and part[i] % devices == 0)
         return is_divisible or (part[i] == array.shape[i] and len(part) == array.ndim)
 
-    # Blocks that cross the ends of rows lie in one row of their own, divided as the first axis is.
-    return tuple(name if fits(i) else None for i, name in enumerate(tuple(names)[: len(part)]))
+    # Blocks that cross the ends of rows lie in one row of their own, divided as the
+    # first axis is.
+    return tuple(
+        name if fits(i) else None for i, name in enumerate(tuple(names)[: len(part)])
+    )
 
 
 _NO_DERIVATIVE = (
-    "`low_precision_state`: a step of the optimizer is differentiated (a learned rate, meta-learning), but codes of "
-    "`{}` have no derivative. Keep this state in float32 or 16 bits there, or apply `jax.lax.stop_gradient` to the "
-    "gradients."
+    "`low_precision_state`: a step of the optimizer is differentiated (a learned rate,"
+    " meta-learning), but codes of `{}` have no derivative. Keep this state in float32"
+    " or 16 bits there, or apply `jax.lax.stop_gradient` to the gradients."
 )
 
 
 def placed_by_xla(function: Callable[..., Any], x: jax.Array, other: Any) -> Any:
-    """Encode or decode an array; on explicit axes under automatic ones: no type can say how blocks are sharded."""
+    """Encode or decode an array; on explicit axes under automatic ones: no type can say
+    how blocks are sharded.
+    """
     sharding = explicit_sharding(x)
     if sharding is None:
         return function(x, other)
     results = jax.eval_shape(function, *_types((x, other)))
-    shardings = jax.tree.map(lambda part: part_sharding(sharding, x.shape, part.shape), results)
+    shardings = jax.tree.map(
+        lambda part: part_sharding(sharding, x.shape, part.shape), results
+    )
     return in_auto(function, sharding.mesh, shardings)(x, other)
 
 
@@ -227,8 +295,12 @@ def _types(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _format_as_bytes(static: tuple[StateFormat]) -> bytes:
-    """Return a format as `jax.export` keeps it, with the types of a step's arguments."""
-    return json.dumps([_name_of(type(static[0])), dataclasses.asdict(static[0])]).encode()  # type: ignore[call-overload]
+    """Return a format as `jax.export` keeps it, with the types of a step's
+    arguments.
+    """
+    return json.dumps(
+        [_name_of(type(static[0])), dataclasses.asdict(static[0])]
+    ).encode()  # type: ignore[call-overload]
 
 
 def _format_from_bytes(data: bytes) -> tuple[StateFormat]:
@@ -238,8 +310,14 @@ def _format_from_bytes(data: bytes) -> tuple[StateFormat]:
         kinds += kind.__subclasses__()
     found = {_name_of(kind): kind for kind in kinds}
     if name not in found:
-        raise ValueError(f"The exported step keeps its state in `{name}`: import the module that defines this format.")
-    hashable = {field: tuple(value) if isinstance(value, list) else value for field, value in settings.items()}
+        raise ValueError(
+            f"The exported step keeps its state in `{name}`: import the module that"
+            " defines this format."
+        )
+    hashable = {
+        field: tuple(value) if isinstance(value, list) else value
+        for field, value in settings.items()
+    }
     return (found[name](**hashable),)
 
 
@@ -258,7 +336,9 @@ export.register_pytree_node_serialization(
 
 @functools.cache
 def _tell_flax() -> None:
-    """Let `flax.serialization` take stored leaves, if Flax is installed: mpx does not depend on it."""
+    """Let `flax.serialization` take stored leaves, if Flax is installed: mpx does not
+    depend on it.
+    """
     if importlib.util.find_spec("flax") is not None:
         serialization = importlib.import_module("flax.serialization")
 
@@ -269,21 +349,33 @@ def _tell_flax() -> None:
             return serialization.to_state_dict(parts_of(leaf))
 
         def from_dict(leaf, parts):
-            return dataclasses.replace(leaf, **serialization.from_state_dict(parts_of(leaf), parts))
+            return dataclasses.replace(
+                leaf, **serialization.from_state_dict(parts_of(leaf), parts)
+            )
 
-        serialization.register_serialization_state(StoredLeaf, as_dict, from_dict, override=True)
+        serialization.register_serialization_state(
+            StoredLeaf, as_dict, from_dict, override=True
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Cast(StateFormat):
-    """Keep an array in bfloat16, float16 or float32, rounded once; it needs no scales."""
+    """Keep an array in bfloat16, float16 or float32, rounded once; it needs no
+    scales.
+    """
 
     dtype: str
 
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, None]:
+    def encode(
+        self, x: jax.Array, key: jax.Array | None = None
+    ) -> tuple[jax.Array, None]:
         """Round to nearest, or at random with a key; float32 does not change."""
         dtype = np.dtype(jnp.dtype(self.dtype))
-        rounded = formats.round_to(x, dtype) if key is None else formats.stochastic_round(key, x, dtype)
+        rounded = (
+            formats.round_to(x, dtype)
+            if key is None
+            else formats.stochastic_round(key, x, dtype)
+        )
         return rounded.astype(dtype), None
 
     def decode(self, codes: jax.Array, scales: None) -> jax.Array:
@@ -293,8 +385,9 @@ class Cast(StateFormat):
         if self.dtype != "float16" or role != "second moment":
             return None
         return (
-            "are second moments, which float16 cannot hold: squares of gradients below 2.4e-4 become less than 6e-8, "
-            "its smallest number, and updates are divided by their root. Use 'bf16' or `Blockwise8bit()`."
+            "are second moments, which float16 cannot hold: squares of gradients below"
+            " 2.4e-4 become less than 6e-8, its smallest number, and updates are"
+            " divided by their root. Use 'bf16' or `Blockwise8bit()`."
         )
 
     def __str__(self) -> str:

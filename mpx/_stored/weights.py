@@ -1,7 +1,9 @@
-"""Keep something of a weight in an optimizer's state, beside its parameter: one class for each way.
+"""Keep something of a weight in an optimizer's state, beside its parameter: one class
+for each way.
 
-A weight is a float32 (or float64) number. Its parameter holds it rounded to the parameter's dtype. The state keeps an
-array of the parameter's shape; both together restore the weight. Where nothing is kept, the weight is its parameter.
+A weight is a float32 (or float64) number. Its parameter holds it rounded to the
+parameter's dtype. The state keeps an array of the parameter's shape; both together
+restore the weight. Where nothing is kept, the weight is its parameter.
 """
 
 import abc
@@ -24,22 +26,27 @@ from mpx._stored.roles import Role
 from mpx._straight_through import straight_through
 from mpx._writeback import applied_value, landing_update, round_saturating
 
-Pair = tuple[jax.Array, jax.Array]  # a parameter or its update, and what is kept of the weight
+Pair = tuple[
+    jax.Array, jax.Array
+]  # a parameter or its update, and what is kept of the weight
 
 _F32 = np.dtype(np.float32)
 _LARGEST_OF_24_BITS = np.uint32(0x7F7F_FF00)
 
 
-_KEEPERS: dict[np.dtype, type["KeptWeight"]] = {}  # the class that keeps masters in arrays of a dtype
+_KEEPERS: dict[
+    np.dtype, type["KeptWeight"]
+] = {}  # the class that keeps masters in arrays of a dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class KeptWeight(abc.ABC):
     """A way to keep a weight: `restore(p, fresh(p))` equals the parameter `p`.
 
-    Subclass it with `restore` and `store`, and give an instance to `master_weights`. A state has plain arrays, whose
-    dtype says which class keeps masters there. So each class `keeps` dtypes that no other has, as in
-    `class Mine(KeptWeight, keeps=[jnp.int8])`; a second one raises a TypeError.
+    Subclass it with `restore` and `store`, and give an instance to `master_weights`. A
+    state has plain arrays, whose dtype says which class keeps masters there. So each
+    class `keeps` dtypes that no other has, as in `class Mine(KeptWeight,
+    keeps=[jnp.int8])`; a second one raises a TypeError.
     """
 
     dtype: np.dtype  # of the kept array
@@ -47,8 +54,13 @@ class KeptWeight(abc.ABC):
     def __init_subclass__(cls, keeps: Sequence[DTypeLike] = ()) -> None:
         for dtype in (np.dtype(given) for given in keeps):
             other = _KEEPERS.get(dtype, cls)
-            if other.__qualname__ != cls.__qualname__:  # a cell of a notebook may run again
-                raise TypeError(f"`{cls.__name__}`: `{other.__name__}` keeps {dtype} already; take another dtype.")
+            if (
+                other.__qualname__ != cls.__qualname__
+            ):  # a cell of a notebook may run again
+                raise TypeError(
+                    f"`{cls.__name__}`: `{other.__name__}` keeps {dtype} already; take"
+                    " another dtype."
+                )
             _KEEPERS[dtype] = cls
 
     @abc.abstractmethod
@@ -57,25 +69,33 @@ class KeptWeight(abc.ABC):
 
     @abc.abstractmethod
     def store(self, weight: jax.Array, dtype: np.dtype, key: Any = None) -> Pair:
-        """Return the parameter of `dtype` for a weight, and what is kept of the weight, at random with a key."""
+        """Return the parameter of `dtype` for a weight, and what is kept of the weight,
+        at random with a key.
+        """
 
     def fresh(self, p: jax.Array) -> jax.Array:
         """Return what is kept of a weight that is exactly its parameter."""
         return jnp.zeros_like(p, self.dtype)
 
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
-        """Return for each element whether what is kept can belong to this parameter; None if nothing tells."""
+        """Return for each element whether what is kept can belong to this parameter;
+        None if nothing tells.
+        """
         return None
 
-    def land(self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any) -> Pair:
-        """Add an update to a weight: return the update that its parameter needs, and what is kept from here on.
+    def land(
+        self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any
+    ) -> Pair:
+        """Add an update to a weight: return the update that its parameter needs, and
+        what is kept from here on.
 
         `author` is the transformation that asks.
         """
         new, kept = self.store(_restore(self, p, kept) + update, p.dtype, key)
         new = new.astype(np.float32)
         update = landing_update(p, new, author)
-        # Where the addition cannot reach `new`, what is kept would belong to another weight.
+        # Where the addition cannot reach `new`, what is kept would belong to another
+        # weight.
         landed = applied_value(p, update).view(np.uint32) == new.view(np.uint32)
         return update, select(landed, kept, self.fresh(p))
 
@@ -84,7 +104,9 @@ class KeptWeight(abc.ABC):
 class WholeMaster(KeptWeight):
     """The weight itself, in float32 or float64."""
 
-    has_updates_in_param_dtype: bool = False  # whether updates have the dtype of their parameters
+    has_updates_in_param_dtype: bool = (
+        False  # whether updates have the dtype of their parameters
+    )
 
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         return kept
@@ -97,23 +119,33 @@ class WholeMaster(KeptWeight):
         return jnp.asarray(p, self.dtype)
 
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
-        # Saturating: the float16 parameter of the master 160,000 is 65,504, and belongs to it.
+        # Saturating: the float16 parameter of the master 160,000 is 65,504, and belongs
+        # to it.
         wide = p.astype(kept.dtype)
-        return (round_saturating(kept, p.dtype) == wide) | (jnp.isnan(kept) & jnp.isnan(wide))
+        return (round_saturating(kept, p.dtype) == wide) | (
+            jnp.isnan(kept) & jnp.isnan(wide)
+        )
 
-    def land(self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any) -> Pair:
+    def land(
+        self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any
+    ) -> Pair:
         new = (kept + update).astype(kept.dtype)
         update = landing_update(
-            p, round_saturating(new, p.dtype), author, p.dtype if self.has_updates_in_param_dtype else None
+            p,
+            round_saturating(new, p.dtype),
+            author,
+            p.dtype if self.has_updates_in_param_dtype else None,
         )
         return update, new
 
 
 class LowBits(KeptWeight, keeps=(np.uint16, np.uint8)):
-    """The bits of a weight that its bfloat16 parameter lacks; they belong to any parameter.
+    """The bits of a weight that its bfloat16 parameter lacks; they belong to any
+    parameter.
 
-    uint16 holds all of them, and the weight is a float32 number. uint8 holds the first 8. Then the weight is rounded to
-    24 bits *before* it is split: rounded afterwards, low bits could reach 0x80, which stands for another parameter.
+    uint16 holds all of them, and the weight is a float32 number. uint8 holds the first
+    8. Then the weight is rounded to 24 bits *before* it is split: rounded afterwards,
+    low bits could reach 0x80, which stands for another parameter.
     """
 
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
@@ -147,41 +179,60 @@ class Compensation(KeptWeight):
         return near.astype(dtype), cast_nearest(rest, self.dtype)
 
     def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
-        # A parameter's own compensation goes half the way to the next number at most, so half of it rounds away.
+        # A parameter's own compensation goes half the way to the next number at most,
+        # so half of it rounds away.
         wide = p.astype(np.float32)
-        return (round_saturating(wide + 0.5 * kept.astype(np.float32), p.dtype) == wide) | ~jnp.isfinite(wide)
+        return (
+            round_saturating(wide + 0.5 * kept.astype(np.float32), p.dtype) == wide
+        ) | ~jnp.isfinite(wide)
 
-    def land(self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any) -> Pair:
+    def land(
+        self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any
+    ) -> Pair:
         wide = p.astype(np.float32)
         y = update.astype(np.float32) + kept.astype(np.float32)
         new = round_saturating(wide + y, p.dtype)
         update = landing_update(p, new, author)
-        # The same number as `new`; the compensation of bfloat16 must follow from the stored parameter, see
-        # `applied_value`.
+        # The same number as `new`; the compensation of bfloat16 must follow from the
+        # stored parameter, see `applied_value`.
         landed = applied_value(p, update) if p.dtype == jnp.bfloat16 else new
-        moved = jnp.where(landed == wide, np.float32(0), landed - wide)  # an infinite parameter stays: inf - inf is NaN
-        # The update carries the whole derivative: with that of the rest the sum of both would have it twice.
+        moved = jnp.where(
+            landed == wide, np.float32(0), landed - wide
+        )  # an infinite parameter stays: inf - inf is NaN
+        # The update carries the whole derivative: with that of the rest the sum of both
+        # would have it twice.
         rest = round_saturating(lax.stop_gradient(y - moved), self.dtype)
         return update, rest.astype(self.dtype)
 
 
 def _rounded_to_24_bits(x: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Round float32 numbers to the nearest whose 8 low bits are zero, or up or down at random with a key.
+    """Round float32 numbers to the nearest whose 8 low bits are zero, or up or down at
+    random with a key.
 
     No finite number becomes infinite.
     """
     bits = x.view(np.uint32)
     magnitude, sign = bits & np.uint32(0x7FFF_FFFF), bits & np.uint32(0x8000_0000)
     # Half of the 8 bits that go, and ties to even; or as many random bits.
-    increment = 0x7F + ((magnitude >> 8) & 1) if key is None else noise_for(key, x) >> 24
-    rounded = jnp.minimum((magnitude + increment) & np.uint32(0xFFFF_FF00), _LARGEST_OF_24_BITS)
+    increment = (
+        0x7F + ((magnitude >> 8) & 1) if key is None else noise_for(key, x) >> 24
+    )
+    rounded = jnp.minimum(
+        (magnitude + increment) & np.uint32(0xFFFF_FF00), _LARGEST_OF_24_BITS
+    )
     is_finite = magnitude < np.uint32(0x7F80_0000)
-    return straight_through(jnp.where(is_finite, rounded | sign, bits).view(np.float32), x)
+    return straight_through(
+        jnp.where(is_finite, rounded | sign, bits).view(np.float32), x
+    )
 
 
 def storage_of(role: Role, dtype: np.dtype) -> KeptWeight:
-    """Return how a weight is kept, from the role of the field and the dtype of the array there."""
-    keeper = Compensation if role == "compensation" else _KEEPERS.get(dtype, WholeMaster)
+    """Return how a weight is kept, from the role of the field and the dtype of the
+    array there.
+    """
+    keeper = (
+        Compensation if role == "compensation" else _KEEPERS.get(dtype, WholeMaster)
+    )
     return keeper(np.dtype(dtype))
 
 
@@ -191,16 +242,22 @@ def cast_nearest(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _nearest(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return the nearest numbers that `dtype` holds, in the dtype of `x`, float32 or float64."""
+    """Return the nearest numbers that `dtype` holds, in the dtype of `x`, float32 or
+    float64.
+    """
     if dtype.itemsize >= x.dtype.itemsize:
         return x
     if x.dtype == np.float64 and dtype.itemsize == 2:
-        # By way of float32, so that ties can differ: 1 + 2**-8 + 2**-40 becomes 1, where 1 + 2**-7 is nearer.
-        return round_saturating(round_saturating(x, _F32).astype(np.float32), dtype).astype(np.float64)
+        # By way of float32, so that ties can differ: 1 + 2**-8 + 2**-40 becomes 1,
+        # where 1 + 2**-7 is nearer.
+        return round_saturating(
+            round_saturating(x, _F32).astype(np.float32), dtype
+        ).astype(np.float64)
     return round_saturating(x, dtype)
 
 
-# Trees. `storage_for(parameter)` says how its weight is kept; None if the parameter itself is the weight.
+# Trees. `storage_for(parameter)` says how its weight is kept; None if the parameter
+# itself is the weight.
 
 StorageFor = Callable[[Any], KeptWeight | None]
 
@@ -210,7 +267,8 @@ def fresh_tree(params: Any, storage_for: StorageFor) -> Any:
 
     def fresh(p):
         storage = storage_for(p)
-        # A placeholder for what is its own weight, so that the tree has the structure of the parameters.
+        # A placeholder for what is its own weight, so that the tree has the structure
+        # of the parameters.
         return optax.MaskedNode() if storage is None else storage.fresh(p)
 
     return jax.tree.map(fresh, params)
@@ -226,8 +284,8 @@ def restore_tree(params: Any, kept: Any, storage_for: StorageFor) -> Any:
     return jax.tree.map(restore, params, kept)
 
 
-# Traced once for all parameters of a shape: a step of 100 takes 0.12 s, and else 1.1. Each parameter is one call in the
-# program; XLA inlines it.
+# Traced once for all parameters of a shape: a step of 100 takes 0.12 s, and else 1.1.
+# Each parameter is one call in the program; XLA inlines it.
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -236,22 +294,41 @@ def _restore(storage: KeptWeight, p: Any, kept: Any) -> Any:
 
 
 def land_tree(
-    params: Any, kept: Any, updates: Any, storage_for: StorageFor, author: str, key: jax.Array | None = None
+    params: Any,
+    kept: Any,
+    updates: Any,
+    storage_for: StorageFor,
+    author: str,
+    key: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-    """Add updates to weights: return the updates that parameters need, and what is kept from here on."""
-    land = lambda p, kept, update: _land(storage_for(p), p, kept, update, author, key)
+    """Add updates to weights: return the updates that parameters need, and what is kept
+    from here on.
+    """
+
+    def land(p, kept, update):
+        return _land(storage_for(p), p, kept, update, author, key)
+
     return _trees.map_unzip(land, params, kept, updates)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))  # as `_restore`
-def _land(storage: KeptWeight | None, p: Any, kept: Any, update: Any, author: str, key: Any) -> tuple[Any, Any]:
-    return (update, kept) if storage is None else storage.land(p, kept, update, author, key)
+def _land(
+    storage: KeptWeight | None, p: Any, kept: Any, update: Any, author: str, key: Any
+) -> tuple[Any, Any]:
+    return (
+        (update, kept)
+        if storage is None
+        else storage.land(p, kept, update, author, key)
+    )
 
 
 def require_kept(kept: Any, params: Any, storage_for: StorageFor, caller: str) -> None:
     """Raise if `params` do not match what the state keeps for them."""
-    # Asked at every update: it reads shapes and dtypes only, which costs a compiled step nothing.
-    stored, leaves = (_trees.leaves_by_path(tree, _trees.is_masked) for tree in (kept, params))
+    # Asked at every update: it reads shapes and dtypes only, which costs a compiled
+    # step nothing.
+    stored, leaves = (
+        _trees.leaves_by_path(tree, _trees.is_masked) for tree in (kept, params)
+    )
 
     def fit(x, p):
         storage = storage_for(p)
@@ -262,9 +339,10 @@ def require_kept(kept: Any, params: Any, storage_for: StorageFor, caller: str) -
     wrong = _errors.mismatches(stored, leaves, fit, "the state keeps")
     what = f"`{caller}`: the state was made for other parameters"
     remedy = (
-        "Call `init` with the new parameters, or pass the parameters of this state. If `storage` or `dtype` of the "
-        "wrapper changed, use `convert_state`. If a dtype of the parameters changed: `optax.apply_updates` keeps "
-        "dtypes (`equinox.apply_updates` does not: see `updates_in_param_dtype`), and `Policy.cast_to_param` restores "
-        "them."
+        "Call `init` with the new parameters, or pass the parameters of this state. If"
+        " `storage` or `dtype` of the wrapper changed, use `convert_state`. If a dtype"
+        " of the parameters changed: `optax.apply_updates` keeps dtypes"
+        " (`equinox.apply_updates` does not: see `updates_in_param_dtype`), and"
+        " `Policy.cast_to_param` restores them."
     )
     _errors.refuse(wrong, what, remedy, params)

@@ -13,12 +13,18 @@ from jax.ad_checkpoint import checkpoint_name
 from mpx import _errors, _trees
 from mpx._chain import element
 from mpx._finite import finite_flags, select_tree
-from mpx._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, require_powers_of_two
+from mpx._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    require_powers_of_two,
+)
 from mpx._stored.leaves import is_state, require_types
 from mpx._stored.roles import register_state
 from mpx._transforms.upcast import keep_types, stable_state
 
-# The names of incoming gradients and of updates, for `check_chain`; strings as `MARK` is.
+# The names of incoming gradients and of updates, for `check_chain`; strings as `MARK`
+# is.
 SCALED = "mpx.scaled_gradients"
 SKIPPED = "mpx.skipped_updates"
 
@@ -38,10 +44,12 @@ class LossScalingState(NamedTuple):
         loss_scale: float32 scalar, the factor of the next loss.
         scale_state: counters and settings of the loss scale, a NamedTuple of arrays.
         skipped_steps: int32 scalar, skipped steps in all.
-        stuck_steps: int32 scalar, skipped steps in a row at which the scale could not shrink any further: it was at its
-            minimum before the step, or does not adapt. 0 after a good step; see `check_health`.
-        first_nonfinite: int32 scalar, the position of the first gradient, in the order of `jax.tree.leaves`, that had
-            an infinity or NaN in the last skipped step; -1 before one. A good step keeps it.
+        stuck_steps: int32 scalar, skipped steps in a row at which the scale could not
+            shrink any further: it was at its minimum before the step, or does not
+            adapt. 0 after a good step; see `check_health`.
+        first_nonfinite: int32 scalar, the position of the first gradient, in the order
+            of `jax.tree.leaves`, that had an infinity or NaN in the last skipped step;
+            -1 before one. A good step keeps it.
         inner_state: state of the wrapped rule.
     """
 
@@ -60,31 +68,41 @@ def loss_scaling(
     *,
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run a rule on the gradients of a scaled loss, and skip the steps whose gradients are not finite.
+    """Run a rule on the gradients of a scaled loss, and skip the steps whose gradients
+    are not finite.
 
-    It takes gradients of the loss times `state.loss_scale` (see `mpx.value_and_grad`), and divides them by the scale in
-    float32. The scale is a power of two, so this is exact: clipping and every other rule inside see true gradients. So
-    do line searches, whose extra argument `grad` is divided too. If a gradient is infinite or NaN, the step changes
-    only the scale, the counters and the position of that gradient; the update is -0.0. Everything runs on the device.
-    A training run that only skips goes on in silence; `check_health` raises for it.
+    It takes gradients of the loss times `state.loss_scale` (see `mpx.value_and_grad`),
+    and divides them by the scale in float32. The scale is a power of two, so this is
+    exact: clipping and every other rule inside see true gradients. So do line searches,
+    whose extra argument `grad` is divided too. If a gradient is infinite or NaN, the
+    step changes only the scale, the counters and the position of that gradient; the
+    update is -0.0. Everything runs on the device. A training run that only skips goes
+    on in silence; `check_health` raises for it.
 
-    Clipping, `optax.MultiSteps` and whatever else is not linear in the gradients belongs inside; `check_chain` finds
-    it. `inner` sees the parameters in their own dtype: put `upcast` or `master_weights` between this and an Optax rule,
-    or the rule keeps the moments of 16-bit parameters in 16 bits.
+    Clipping, `optax.MultiSteps` and whatever else is not linear in the gradients
+    belongs inside; `check_chain` finds it. `inner` sees the parameters in their own
+    dtype: put `upcast` or `master_weights` between this and an Optax rule, or the rule
+    keeps the moments of 16-bit parameters in 16 bits.
 
     Args:
-        inner: any Optax transformation or chain. Without it this is an element of `chain`.
-        loss_scale: `DynamicLossScale()` if None; or a `StaticLossScale`, a `NoOpLossScale` to skip bad steps only, or a
-            `LossScale` of your own. Its settings hold for a state that was saved under other settings too; the scale
-            itself goes on from the state. (To change a static scale, use `convert_state`.)
-        axis_name: inside `jax.shard_map` or `jax.pmap`, where gradients or states differ from device to device: the
-            mapped axes over which all devices must agree that a step is good.
+        inner: any Optax transformation or chain. Without it this is an element of
+            `chain`.
+        loss_scale: `DynamicLossScale()` if None; or a `StaticLossScale`, a
+            `NoOpLossScale` to skip bad steps only, or a `LossScale` of your own. Its
+            settings hold for a state that was saved under other settings too; the scale
+            itself goes on from the state. (To change a static scale, use
+            `convert_state`.)
+        axis_name: inside `jax.shard_map` or `jax.pmap`, where gradients or states
+            differ from device to device: the mapped axes over which all devices must
+            agree that a step is good.
 
     Returns:
-        A transformation with state `LossScalingState`. Its updates are float32 or wider.
+        A transformation with state `LossScalingState`. Its updates are float32 or
+        wider.
 
     Raises:
-        ValueError: if scale, factor or bounds are not powers of two, or the scale is not within the bounds.
+        ValueError: if scale, factor or bounds are not powers of two, or the scale is
+            not within the bounds.
 
     Example:
         >>> tx = loss_scaling(optax.sgd(1.0), DynamicLossScale(2.0**15))
@@ -94,18 +112,26 @@ def loss_scaling(
         (Array([-0., -0.], dtype=float32), 16384.0, 1)
 
     References:
-        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); `torch.amp.GradScaler`.
+        Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740);
+        `torch.amp.GradScaler`.
     """
-    inner = _errors.with_checked_shapes(_errors.as_transformation(inner, "loss_scaling"), "loss_scaling")
+    inner = _errors.with_checked_shapes(
+        _errors.as_transformation(inner, "loss_scaling"), "loss_scaling"
+    )
     start = DynamicLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(start, "loss_scaling")
-    state_type = type(start.init())  # made here too, so that a start out of bounds is refused at once
+    state_type = type(
+        start.init()
+    )  # made here too, so that a start out of bounds is refused at once
 
     def init_fn(params):
-        # Copies, a buffer each: donation deletes them, and refuses one that is given twice.
+        # Copies, a buffer each: donation deletes them, and refuses one that is given
+        # twice.
         return LossScalingState(
             loss_scale=jnp.array(start.loss_scale, np.float32, copy=True),
-            scale_state=stable_state(jax.tree.map(lambda x: jnp.array(x, copy=True), start.init()), params),
+            scale_state=stable_state(
+                jax.tree.map(lambda x: jnp.array(x, copy=True), start.init()), params
+            ),
             skipped_steps=jnp.zeros((), np.int32),
             stuck_steps=jnp.zeros((), np.int32),
             first_nonfinite=jnp.full((), -1, np.int32),
@@ -118,7 +144,8 @@ def loss_scaling(
         _errors.require_differentiable(updates, "loss_scaling")
 
         def mark(x, name=SCALED):
-            # Under a scale of 1 nothing around this is wrong, so `check_chain` shall see no names.
+            # Under a scale of 1 nothing around this is wrong, so `check_chain` shall
+            # see no names.
             return x if start.is_always_one else checkpoint_name(x, name)
 
         updates = jax.tree.map(mark, updates)
@@ -132,20 +159,29 @@ def loss_scaling(
         grads = unscaled(updates)
         if "grad" in extra_args:  # a line search gets the gradients twice
             extra_args["grad"] = unscaled(jax.tree.map(mark, extra_args["grad"]))
-        updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+        updates, inner_state = inner.update(
+            grads, state.inner_state, params, **extra_args
+        )
         then = now.adjust(finite)
         new_state = LossScalingState(
             loss_scale=jnp.asarray(then.loss_scale, np.float32),
             scale_state=then.state(),
-            skipped_steps=jnp.where(finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
-            # Of the scale before this step: a step that takes it to its minimum is not stuck yet.
-            stuck_steps=jnp.where(finite | now.can_shrink, 0, optax.safe_increment(state.stuck_steps)),
+            skipped_steps=jnp.where(
+                finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)
+            ),
+            # Of the scale before this step: a step that takes it to its minimum is not
+            # stuck yet.
+            stuck_steps=jnp.where(
+                finite | now.can_shrink, 0, optax.safe_increment(state.stuck_steps)
+            ),
             first_nonfinite=jnp.where(finite, state.first_nonfinite, first_nonfinite),
             inner_state=inner_state,
         )
-        # A bare rule may return other dtypes than it was given, and no select takes both.
+        # A bare rule may return other dtypes than it was given, and no select takes
+        # both.
         new_state = keep_types(state, new_state)
-        # Selected, not by `lax.cond`, around which XLA fuses nothing: 63 bytes moved a parameter, not 32 (AdamW, H200).
+        # Selected, not by `lax.cond`, around which XLA fuses nothing: 63 bytes moved a
+        # parameter, not 32 (AdamW, H200).
         inner_state = select_tree(finite, new_state.inner_state, state.inner_state)
         updates = select_tree(finite, updates, jax.tree.map(_minus_zero, updates))
         updates = jax.tree.map(lambda u: mark(u, SKIPPED), updates)
@@ -155,17 +191,22 @@ def loss_scaling(
 
 
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
-    """Return the loss scale for the next step, found anywhere in the state of any transformation.
+    """Return the loss scale for the next step, found anywhere in the state of any
+    transformation.
 
     Returns:
-        A loss scale of the type that `loss_scaling` was given, with the state's scale, counters and settings as arrays.
-        Pass it to `value_and_grad`. `NoOpLossScale()` if nothing in the state scales losses.
+        A loss scale of the type that `loss_scaling` was given, with the state's scale,
+        counters and settings as arrays. Pass it to `value_and_grad`. `NoOpLossScale()`
+        if nothing in the state scales losses.
 
     Raises:
         ValueError: if the state holds several loss scales.
 
     Example:
-        >>> tx = optax.chain(optax.identity(), loss_scaling(optax.sgd(0.1), DynamicLossScale(period=100)))
+        >>> tx = optax.chain(
+        ...     optax.identity(),
+        ...     loss_scaling(optax.sgd(0.1), DynamicLossScale(period=100)),
+        ... )
         >>> scale = get_loss_scale(tx.init(jnp.ones(2)))
         >>> type(scale).__name__, scale.loss_scale, scale.period
         ('DynamicLossScale', Array(32768., dtype=float32), Array(100, dtype=int32))
@@ -177,7 +218,8 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
 
 
 def skipped_steps(opt_state: optax.OptState) -> jax.Array:
-    """Return how many steps were skipped because of infinite or NaN gradients: an int32 scalar, 0 without loss scaling.
+    """Return how many steps were skipped because of infinite or NaN gradients: an int32
+    scalar, 0 without loss scaling.
 
     Example:
         >>> print(skipped_steps(loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))))
@@ -188,39 +230,53 @@ def skipped_steps(opt_state: optax.OptState) -> jax.Array:
 
 
 def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
-    """Return the state of `loss_scaling` in an optimizer state, or None; raise if there are several."""
+    """Return the state of `loss_scaling` in an optimizer state, or None; raise if there
+    are several.
+    """
     require_types(opt_state, caller)
     states = _trees.find_states(opt_state, LossScalingState)
     if len(states) > 1:
         raise ValueError(
-            f"`{caller}`: the optimizer state holds {len(states)} loss scales, but one loss has one scale. Put a "
-            "single `loss_scaling` around everything else, `optax.partition` included."
+            f"`{caller}`: the optimizer state holds {len(states)} loss scales, but one"
+            " loss has one scale. Put a single `loss_scaling` around everything else,"
+            " `optax.partition` included."
         )
     if not states and not is_state(opt_state):
         got = "None" if opt_state is None else f"a {type(opt_state).__name__}"
         raise TypeError(
-            f"`{caller}` needs the state of an optimizer, but got {got}: there is no optimizer state in it. Pass what "
-            "`tx.init(params)` returned (of a `flax.nnx.Optimizer` its `opt_state`). If that is a bare dictionary, "
-            "which nothing tells from parameters, make the rule an element of a chain, as in "
-            "`optax.chain(rule, optax.identity())`."
+            f"`{caller}` needs the state of an optimizer, but got {got}: there is no"
+            " optimizer state in it. Pass what `tx.init(params)` returned (of a"
+            " `flax.nnx.Optimizer` its `opt_state`). If that is a bare dictionary,"
+            " which nothing tells from parameters, make the rule an element of a"
+            " chain, as in `optax.chain(rule, optax.identity())`."
         )
     if not states:
         return None
     own = states[0]._replace(inner_state=())
     # `flax.nnx.Optimizer` puts each array into a variable.
-    arrays = jax.tree.map(lambda box: jax.tree.leaves(box)[0], own, is_leaf=lambda x: not isinstance(x, tuple))
+    arrays = jax.tree.map(
+        lambda box: jax.tree.leaves(box)[0],
+        own,
+        is_leaf=lambda x: not isinstance(x, tuple),
+    )
     return arrays._replace(inner_state=states[0].inner_state)
 
 
 def _minus_zero(update: jax.Array) -> jax.Array:
-    """Return an update that changes no bit when it is added: +0.0 would turn -0.0 into +0.0."""
-    return jnp.full_like(update, complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0)
+    """Return an update that changes no bit when it is added: +0.0 would turn -0.0 into
+    +0.0.
+    """
+    return jnp.full_like(
+        update, complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
+    )
 
 
 def _first_nonfinite(grads: Any, axis_name: Any) -> jax.Array:
-    """Return the position of the first leaf with an infinity or NaN in it, on any of the mapped devices; -1 if none."""
-    # Without the barrier XLA fuses the sums over all gradients into the choice of every leaf: a program for a CPU with
-    # 150 leaves takes five times as long to compile.
+    """Return the position of the first leaf with an infinity or NaN in it, on any of
+    the mapped devices; -1 if none.
+    """
+    # Without the barrier XLA fuses the sums over all gradients into the choice of every
+    # leaf: a program for a CPU with 150 leaves takes five times as long to compile.
     flags = lax.optimization_barrier(finite_flags(grads))
     if not flags.size:
         return jnp.full((), -1, np.int32)

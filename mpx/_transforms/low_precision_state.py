@@ -1,4 +1,6 @@
-"""`low_precision_state`: compute a rule in float32 and keep its moments in 16, 8 or 4 bits between steps."""
+"""`low_precision_state`: compute a rule in float32 and keep its moments in 16, 8 or 4
+bits between steps.
+"""
 
 import itertools
 from collections.abc import Mapping
@@ -34,9 +36,11 @@ class LowPrecisionState(NamedTuple):
     """State of `low_precision_state`.
 
     Attributes:
-        inner_state: state of the wrapped rule. Each chosen leaf is a bfloat16 or float16 array, or a `StoredLeaf` that
-            holds the codes, the scales and the format.
-        key: the raw data (uint32) of the PRNG key for the next step; `optax.MaskedNode` if rounding is to nearest.
+        inner_state: state of the wrapped rule. Each chosen leaf is a bfloat16 or
+            float16 array, or a `StoredLeaf` that holds the codes, the scales and the
+            format.
+        key: the raw data (uint32) of the PRNG key for the next step; `optax.MaskedNode`
+            if rounding is to nearest.
     """
 
     inner_state: optax.OptState
@@ -52,52 +56,68 @@ def low_precision_state(
     rounding: Rounding = "nearest",
     key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep chosen leaves of any rule's state in 16, 8 or 4 bits between steps; the rule computes in float32.
+    """Keep chosen leaves of any rule's state in 16, 8 or 4 bits between steps; the rule
+    computes in float32.
 
-    Adam keeps 8 bytes a parameter. With both moments in 8 bits it keeps 2; with split masters around it and bfloat16
-    weights and gradients a training run takes 8 bytes a parameter in all, and its masters are float32.
+    Adam keeps 8 bytes a parameter. With both moments in 8 bits it keeps 2; with split
+    masters around it and bfloat16 weights and gradients a training run takes 8 bytes a
+    parameter in all, and its masters are float32.
 
-    The rule sees float32 parameters, gradients and state, as in `upcast`; its new state is rounded once, when it is
-    stored. Rounding to nearest can make a slow average stand still: a bfloat16 second moment with a decay of 0.999
-    never falls. Stochastic rounding follows such an average in the mean. (For 8 bits see `Blockwise8bit`.)
+    The rule sees float32 parameters, gradients and state, as in `upcast`; its new state
+    is rounded once, when it is stored. Rounding to nearest can make a slow average
+    stand still: a bfloat16 second moment with a decay of 0.999 never falls. Stochastic
+    rounding follows such an average in the mean. (For 8 bits see `Blockwise8bit`.)
 
     Args:
-        inner: any Optax transformation or chain. Without it this is an element of `chain`.
-        formats: regular expressions, each with the format of the leaves it matches: bfloat16, float16, float32 (for
-            exceptions), by name or dtype; or a `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An
-            expression is searched in the "/"-joined path of a leaf of the rule's state, such as `0/mu/layers/kernel`,
-            and matches whole components. The first that matches wins, so exceptions come first. A role
-            (`"first moment"`, `"second moment"` or `"sum of gradients"`) stands for all leaves of that role, whatever a
-            rule calls them: `mu` matches those of a layer called `mu` too.
-        min_size: leaves with fewer elements stay float32: they cost little, and biases and gains need their precision.
-        rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the mean is right. (In 8 bits a second
-            moment below the smallest code is always rounded up to it. Equal numbers of a leaf are rounded alike.)
+        inner: any Optax transformation or chain. Without it this is an element of
+            `chain`.
+        formats: regular expressions, each with the format of the leaves it matches:
+            bfloat16, float16, float32 (for exceptions), by name or dtype; or a
+            `StateFormat` such as `Blockwise8bit()` or `Blockwise4bit()`. An expression
+            is searched in the "/"-joined path of a leaf of the rule's state, such as
+            `0/mu/layers/kernel`, and matches whole components. The first that matches
+            wins, so exceptions come first. A role (`"first moment"`, `"second moment"`
+            or `"sum of gradients"`) stands for all leaves of that role, whatever a rule
+            calls them: `mu` matches those of a layer called `mu` too.
+        min_size: leaves with fewer elements stay float32: they cost little, and biases
+            and gains need their precision.
+        rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the
+            mean is right. (In 8 bits a second moment below the smallest code is always
+            rounded up to it. Equal numbers of a leaf are rounded alike.)
             `Blockwise4bit` is rounded at random under both.
-        key: a PRNG key, for stochastic rounding and for `Blockwise4bit`. The state keeps it, and every update changes
-            it, except a step that `loss_scaling`, `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips.
+        key: a PRNG key, for stochastic rounding and for `Blockwise4bit`. The state
+            keeps it, and every update changes it, except a step that `loss_scaling`,
+            `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips.
 
     Returns:
-        A transformation with state `LowPrecisionState`. Its updates are float32. Integers, booleans and scalars in the
-        state are never touched.
+        A transformation with state `LowPrecisionState`. Its updates are float32.
+        Integers, booleans and scalars in the state are never touched.
 
     Raises:
-        ValueError: at `init`, if a pattern decides about no leaf, or about one that must not be rounded so (float64 and
-            complex leaves, masters, compensations, second moments in float16).
+        ValueError: at `init`, if a pattern decides about no leaf, or about one that
+            must not be rounded so (float64 and complex leaves, masters, compensations,
+            second moments in float16).
 
     Example:
-        >>> tx = low_precision_state(optax.adam(1e-3), {"mu": "bf16", "nu": Blockwise8bit()})
+        >>> tx = low_precision_state(
+        ...     optax.adam(1e-3), {"mu": "bf16", "nu": Blockwise8bit()}
+        ... )
         >>> params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
         >>> state = tx.init(params)
         >>> {name: mu.dtype for name, mu in optax.tree.get(state, "mu").items()}
         {'b': dtype('float32'), 'w': dtype(bfloat16)}
 
     References:
-        Dettmers et al. 2021 (arXiv 2110.02861), for 8 bits; Zamirai et al. 2020 (arXiv 2010.06192), for 16 at random.
+        Dettmers et al. 2021 (arXiv 2110.02861), for 8 bits; Zamirai et al. 2020 (arXiv
+        2010.06192), for 16 at random.
     """
     inner = run_in_float32(inner, _F32, "low_precision_state")
     patterns = checked_patterns(formats)
     if not _errors.is_integer(min_size) or min_size < 0:
-        raise ValueError(f"`low_precision_state`: `min_size` must be a number of elements, but got {min_size!r}.")
+        raise ValueError(
+            "`low_precision_state`: `min_size` must be a number of elements, but got"
+            f" {min_size!r}."
+        )
     _require_sound_rounding(rounding, key, patterns)
     key = None if key is None else _errors.one_key(key, "low_precision_state")
 
@@ -105,11 +125,13 @@ def low_precision_state(
         state = inner.init(params)
         if _trees.find_states(state, LowPrecisionState):
             raise ValueError(
-                "`low_precision_state`: the rule inside stores its state in few bits already. Give all formats to one "
-                "of the two."
+                "`low_precision_state`: the rule inside stores its state in few bits"
+                " already. Give all formats to one of the two."
             )
         assignment = assign(state, patterns, min_size)
-        if any(_trees.is_inexact(p) and np.shape(p) for p in jax.tree.leaves(params)):  # else there is no state at all
+        if any(
+            _trees.is_inexact(p) and np.shape(p) for p in jax.tree.leaves(params)
+        ):  # else there is no state at all
             require_every_pattern_used(state, patterns, assignment)
         require_sound_formats(state, patterns, assignment)
         _warn_of_products_in_4_bits(state, assignment)
@@ -118,36 +140,59 @@ def low_precision_state(
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, LowPrecisionState, "low_precision_state")
         params = _errors.trained(params, updates)
-        # From the state that came, which may be one of a checkpoint, or of other settings.
+        # From the state that came, which may be one of a checkpoint, or of other
+        # settings.
         assignment = assign(state.inner_state, patterns, min_size)
+
         # A function, since it traces `inner.init`, and most updates have no use for it.
-        as_made = lambda: jax.eval_shape(inner.init, updates if params is None else params)
+        def as_made():
+            return jax.eval_shape(inner.init, updates if params is None else params)
+
         require_stored_as_assigned(state.inner_state, assignment, as_made)
-        has_boxes = any(map(_trees.is_box, jax.tree.leaves(updates, is_leaf=_trees.is_box)))
+        has_boxes = any(
+            map(_trees.is_box, jax.tree.leaves(updates, is_leaf=_trees.is_box))
+        )
         wide = _load(state.inner_state, assignment, as_made() if has_boxes else None)
         updates, wide = inner.update(updates, wide, params, **extra_args)
         this_step, next_key = key_of_step(state.key, key)
         stored = _store(wide, assignment, this_step, rounding)
-        if has_boxes:  # names stay as `init` gave them, which may have seen axes that are explicit
-            stored = jax.tree.unflatten(jax.tree.structure(state.inner_state), jax.tree.leaves(stored))
+        if (
+            has_boxes
+        ):  # names stay as `init` gave them, which may have seen axes that are explicit
+            stored = jax.tree.unflatten(
+                jax.tree.structure(state.inner_state), jax.tree.leaves(stored)
+            )
         return updates, LowPrecisionState(stored, next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _warn_of_products_in_4_bits(state: Any, assignment: Assignment) -> None:
-    """Warn if Muon is to multiply momentum of 4 bits: of its small singular values it makes large ones."""
-    momenta = {id(x) for part in _trees.find_states(state, optax.contrib.MuonState) for x in jax.tree.leaves(part.mu)}
+    """Warn if Muon is to multiply momentum of 4 bits: of its small singular values it
+    makes large ones.
+    """
+    momenta = {
+        id(x)
+        for part in _trees.find_states(state, optax.contrib.MuonState)
+        for x in jax.tree.leaves(part.mu)
+    }
     stored = [i for i, leaf in enumerate(jax.tree.leaves(state)) if id(leaf) in momenta]
-    if any(isinstance(assignment[i].format, Blockwise4bit) for i in stored if i in assignment):
+    if any(
+        isinstance(assignment[i].format, Blockwise4bit)
+        for i in stored
+        if i in assignment
+    ):
         _errors.warn(
-            "`low_precision_state`: Muon multiplies its momentum. In 4 bits it trains worse: 3 to 4 spreads above "
-            'float32 on a small regression. Keep it in 8 bits: "bf16-split24-8bit", or `mpx.Blockwise8bit()`.'
+            "`low_precision_state`: Muon multiplies its momentum. In 4 bits it trains"
+            " worse: 3 to 4 spreads above float32 on a small regression. Keep it in 8"
+            ' bits: "bf16-split24-8bit", or `mpx.Blockwise8bit()`.'
         )
 
 
 def _load(state: Any, assignment: Assignment, boxed: Any) -> Any:
-    """Return the rule's state in float32; in the boxes of `boxed`, since those of codes may lack names."""
+    """Return the rule's state in float32; in the boxes of `boxed`, since those of codes
+    may lack names.
+    """
 
     def widened(i, leaf):
         if is_stored(leaf):
@@ -160,9 +205,20 @@ def _load(state: Any, assignment: Assignment, boxed: Any) -> Any:
     return treedef.unflatten([widened(i, leaf) for i, leaf in enumerate(leaves)])
 
 
-def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: Rounding = "nearest") -> Any:
-    """Encode the rule's state to keep it until the next step; with a key, round at random what is to be."""
-    keys = itertools.repeat(None) if key is None else iter(jax.random.split(key, len(assignment)))
+def _store(
+    state: Any,
+    assignment: Assignment,
+    key: jax.Array | None,
+    rounding: Rounding = "nearest",
+) -> Any:
+    """Encode the rule's state to keep it until the next step; with a key, round at
+    random what is to be.
+    """
+    keys = (
+        itertools.repeat(None)
+        if key is None
+        else iter(jax.random.split(key, len(assignment)))
+    )
 
     numbers = itertools.count()
 
@@ -172,36 +228,53 @@ def _store(state: Any, assignment: Assignment, key: jax.Array | None, rounding: 
             return node
         format, (leaf,) = assigned[0].format, jax.tree.leaves(node)
         key = next(keys)
-        # Beside `Blockwise4bit` all others are rounded to nearest, unless the user wants them at random too.
-        kept = store(node, format, key if rounding == "stochastic" or format.rounds_at_random else None)
+        # Beside `Blockwise4bit` all others are rounded to nearest, unless the user
+        # wants them at random too.
+        kept = store(
+            node,
+            format,
+            key if rounding == "stochastic" or format.rounds_at_random else None,
+        )
         if is_stored(kept) and kept.shape != leaf.shape:
             name = type(format).__name__
             raise TypeError(
-                f"`low_precision_state`: `{name}.decode` must return the shape that was given to `{name}.encode`, but "
-                f"for {_trees.dtype_and_shape(leaf)} it returned {list(kept.shape)}."
+                f"`low_precision_state`: `{name}.decode` must return the shape that was"
+                f" given to `{name}.encode`, but for {_trees.dtype_and_shape(leaf)} it"
+                f" returned {list(kept.shape)}."
             )
         return kept
 
     return jax.tree.map(keep, state, is_leaf=_trees.is_box)
 
 
-def _require_sound_rounding(rounding: Any, key: Any, patterns: Mapping[str, StateFormat]) -> None:
+def _require_sound_rounding(
+    rounding: Any, key: Any, patterns: Mapping[str, StateFormat]
+) -> None:
     """Raise unless rounding is known and has the key that it needs, and only that."""
-    _errors.require_choice(get_args(Rounding), rounding, "`low_precision_state`: `rounding`")
+    _errors.require_choice(
+        get_args(Rounding), rounding, "`low_precision_state`: `rounding`"
+    )
     at_random = [chosen for chosen in patterns.values() if chosen.rounds_at_random]
     if at_random and key is None:
         raise ValueError(
-            f"`low_precision_state`: `{at_random[0]}` is rounded at random, because training fails if it is rounded to "
-            "nearest. Add a PRNG key: `key=jax.random.key(0)`."
+            f"`low_precision_state`: `{at_random[0]}` is rounded at random, because"
+            " training fails if it is rounded to nearest. Add a PRNG key:"
+            " `key=jax.random.key(0)`."
         )
     if rounding == "nearest" and key is not None and not at_random:
         raise ValueError(
-            "`low_precision_state`: a `key` was given, but rounding to nearest has no use for it. Add "
-            '`rounding="stochastic"`, or leave the key out.'
+            "`low_precision_state`: a `key` was given, but rounding to nearest has no"
+            ' use for it. Add `rounding="stochastic"`, or leave the key out.'
         )
     if rounding == "stochastic" and key is None:
         raise ValueError(
-            '`low_precision_state`: `rounding="stochastic"` needs a PRNG key; add `key=jax.random.key(0)`.'
+            '`low_precision_state`: `rounding="stochastic"` needs a PRNG key; add'
+            " `key=jax.random.key(0)`."
         )
-    if rounding == "stochastic" and all(chosen == FLOAT32 for chosen in patterns.values()):
-        raise ValueError("`low_precision_state`: every format is float32, so stochastic rounding would do nothing.")
+    if rounding == "stochastic" and all(
+        chosen == FLOAT32 for chosen in patterns.values()
+    ):
+        raise ValueError(
+            "`low_precision_state`: every format is float32, so stochastic rounding"
+            " would do nothing."
+        )

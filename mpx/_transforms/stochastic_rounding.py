@@ -1,4 +1,6 @@
-"""`stochastic_rounding`: round 16-bit parameters at random, so that the mean of what is added is the update."""
+"""`stochastic_rounding`: round 16-bit parameters at random, so that the mean of what is
+added is the update.
+"""
 
 from typing import NamedTuple
 
@@ -18,39 +20,49 @@ class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`.
 
     Attributes:
-        key: the raw data (uint32) of the PRNG key for the next step; checkpoints hold it like any array.
+        key: the raw data (uint32) of the PRNG key for the next step; checkpoints hold
+            it like any array.
     """
 
     key: jax.Array
 
 
 def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs:
-    """Round 16-bit parameters up or down at random, so that the mean of what is added is the update.
+    """Round 16-bit parameters up or down at random, so that the mean of what is added
+    is the update.
 
-    Put it last in a chain. An update of a hundredth of the distance to the next number moves one weight in a hundred
-    all the way, instead of none. It stores nothing but a key, and adds noise where masters and Kahan summation add
-    none. Inside `jax.shard_map` over sharded parameters every device draws the same noise for its part.
+    Put it last in a chain. An update of a hundredth of the distance to the next number
+    moves one weight in a hundred all the way, instead of none. It stores nothing but a
+    key, and adds noise where masters and Kahan summation add none. Inside
+    `jax.shard_map` over sharded parameters every device draws the same noise for its
+    part.
 
     Args:
-        key: a PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`). It is copied, so that donating
-            the state does not delete it. Equal keys give equal training runs.
+        key: a PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`). It is
+            copied, so that donating the state does not delete it. Equal keys give equal
+            training runs.
 
     Returns:
-        A transformation with state `StochasticRoundingState`. Its updates are float32 for 16-bit parameters. Updates of
-        wider parameters pass through.
+        A transformation with state `StochasticRoundingState`. Its updates are float32
+        for 16-bit parameters. Updates of wider parameters pass through.
 
     Example:
-        >>> tx = optax.chain(upcast(optax.sgd(1e-3)), stochastic_rounding(jax.random.key(0)))
+        >>> tx = optax.chain(
+        ...     upcast(optax.sgd(1e-3)), stochastic_rounding(jax.random.key(0))
+        ... )
         >>> params = jnp.ones(1000, jnp.bfloat16)
         >>> state = tx.init(params)
         >>> updates, state = tx.update(jnp.ones(1000), state, params)
         >>> params = optax.apply_updates(params, updates)
-        >>> bool(abs(params.astype(jnp.float32).mean() - 0.999) < 2e-4), len(set(params.tolist()))
+        >>> (
+        ...     bool(abs(params.astype(jnp.float32).mean() - 0.999) < 2e-4),
+        ...     len(set(params.tolist())),
+        ... )
         (True, 2)
 
     References:
-        Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"; for bfloat16 weights, Zamirai et al.
-        2020 (arXiv 2010.06192).
+        Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"; for
+        bfloat16 weights, Zamirai et al. 2020 (arXiv 2010.06192).
     """
     key = _errors.one_key(key, "stochastic_rounding")
 
@@ -60,21 +72,30 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
-        _errors.require_step("stochastic_rounding", StochasticRoundingState, state, params, updates)
+        _errors.require_step(
+            "stochastic_rounding", StochasticRoundingState, state, params, updates
+        )
         _errors.require_differentiable(updates, "stochastic_rounding")
         this_step, next_key = key_of_step(state.key, key)
         leaves, treedef = jax.tree.flatten(_errors.trained(params, updates))
-        # A key for each leaf: noise is a hash of key and number, so with one key equal leaves would be rounded alike.
+        # A key for each leaf: noise is a hash of key and number, so with one key equal
+        # leaves would be rounded alike.
         keys = jax.random.split(this_step, len(leaves))
         new_updates = [
-            _step(keys[i], p, u) for i, (p, u) in enumerate(zip(leaves, treedef.flatten_up_to(updates), strict=True))
+            _step(keys[i], p, u)
+            for i, (p, u) in enumerate(
+                zip(leaves, treedef.flatten_up_to(updates), strict=True)
+            )
         ]
         return treedef.unflatten(new_updates), StochasticRoundingState(next_key)
 
-    return FinalUpdates.of(optax.GradientTransformationExtraArgs(init_fn, update_fn), "stochastic_rounding")
+    return FinalUpdates.of(
+        optax.GradientTransformationExtraArgs(init_fn, update_fn), "stochastic_rounding"
+    )
 
 
-@jax.jit  # traced once for all parameters of a shape: a step of 100 takes 0.16 s, and else 0.6
+# traced once for all parameters of a shape: a step of 100 takes 0.16 s, and else 0.6
+@jax.jit
 def _step(key: jax.Array, p: jax.Array, update: jax.Array) -> jax.Array:
     if not _trees.is_narrower(p):
         return update

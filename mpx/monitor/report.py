@@ -1,4 +1,6 @@
-"""`underflow_report`: how much of some gradients a format loses, and which loss scale they need."""
+"""`underflow_report`: how much of some gradients a format loses, and which loss scale
+they need.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +20,9 @@ from mpx.monitor.fates import EXPONENTS, ExponentHistogram
 
 _MAX_SCALE = 2.0**24  # the largest one of `DynamicLossScale`
 _HEADROOM = 4  # doublings of the largest gradient that the scale leaves room for
-_TOLERABLE = 0.01  # a share of the gradients that may become zero before another format is the better advice
+# a share of the gradients that may become zero before another format is the better
+# advice
+_TOLERABLE = 0.01
 _LISTED = 10  # leaves in a printed report
 
 
@@ -37,7 +41,9 @@ class LeafUnderflow:
     """Losses among the gradients of one parameter."""
 
     path: str  # the "/"-joined path of the parameter
-    largest: float  # of the magnitudes of its finite gradients, without a loss scale; 0 if there are none
+    # of the magnitudes of its finite gradients, without a loss scale; 0 if there are
+    # none
+    largest: float
     zero: float  # the share that becomes zero without a loss scale
     zero_if_scaled: float  # the share that becomes zero with the recommended loss scale
     nonfinite: int  # count of its infinite or NaN gradients
@@ -45,13 +51,17 @@ class LeafUnderflow:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnderflowReport(Result):
-    """Result of `underflow_report`, which prints as tables. All numbers are without a loss scale."""
+    """Result of `underflow_report`, which prints as tables. All numbers are without a
+    loss scale.
+    """
 
     dtype: np.dtype  # the format
     histogram: ExponentHistogram  # of all gradients, int64 counts
     largest: float  # the largest nonzero finite magnitude; 0 if there are none
     recommended_scale: float  # the loss scale, a power of two; 1 if none is needed
-    shares: tuple[ScaledShares, ...]  # losses without a scale, with the present one and with the recommended one
+    shares: tuple[
+        ScaledShares, ...
+    ]  # losses without a scale, with the present one and with the recommended one
     leaves: tuple[LeafUnderflow, ...]  # losses of each parameter, the worst first
 
     def shares_at(self, scale: float) -> ScaledShares:
@@ -61,43 +71,96 @@ class UnderflowReport(Result):
     @property
     def verdict(self) -> str:
         """Say what to do, in a sentence or two."""
-        count, worst = self.histogram.nonfinite, self.leaves[0].path  # those that are not finite come first
-        return self._advice() + (f" Infinite or NaN, and left out: {count:,}, in {worst!r} first." if count else "")
+        count, worst = (
+            self.histogram.nonfinite,
+            self.leaves[0].path,
+        )  # those that are not finite come first
+        return self._advice() + (
+            f" Infinite or NaN, and left out: {count:,}, in {worst!r} first."
+            if count
+            else ""
+        )
 
     def _advice(self) -> str:
-        scale, best = _scale_name(self.recommended_scale), self.shares_at(self.recommended_scale)
+        scale, best = (
+            _scale_name(self.recommended_scale),
+            self.shares_at(self.recommended_scale),
+        )
         if not self.largest:
             return "There is no nonzero finite gradient, so nothing can be said."
         if _has_range_of_float32(self.dtype):
-            return f"No loss scale is needed: {self.dtype} has the exponents of float32."
+            return (
+                f"No loss scale is needed: {self.dtype} has the exponents of float32."
+            )
         if best.zero > _TOLERABLE:  # nothing is infinite: the scale leaves room
             return (
-                f"No loss scale is enough: at {scale}, {_percent(best.zero)} of the gradients become zero. Their range "
-                f"is too wide for {self.dtype}: use bfloat16."
+                f"No loss scale is enough: at {scale}, {_percent(best.zero)} of the"
+                f" gradients become zero. Their range is too wide for {self.dtype}: use"
+                " bfloat16."
             )
         if self.recommended_scale == 1 and not best.subnormal:
-            return f"No loss scale is needed: {self.dtype} holds all of these gradients as normal numbers."
-        lost, without = (_percent(x.zero + x.infinite) for x in (best, self.shares_at(1.0)))
-        return f"A loss scale of {scale} is recommended: {lost} of the gradients are lost at it, {without} without."
+            return (
+                f"No loss scale is needed: {self.dtype} holds all of these gradients as"
+                " normal numbers."
+            )
+        lost, without = (
+            _percent(x.zero + x.infinite) for x in (best, self.shares_at(1.0))
+        )
+        return (
+            f"A loss scale of {scale} is recommended: {lost} of the gradients are lost"
+            f" at it, {without} without."
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything for JSON; the histogram as a dictionary from the exponents that occur to their counts."""
+        """Return everything for JSON; the histogram as a dictionary from the exponents
+        that occur to their counts.
+        """
         counts, zeros, nonfinite = self.histogram
-        occurring = {str(e): int(count) for e, count in zip(EXPONENTS, counts, strict=True) if count}
-        return super().as_dict() | {"histogram": occurring, "zeros": int(zeros), "nonfinite": int(nonfinite)}
+        occurring = {
+            str(e): int(count)
+            for e, count in zip(EXPONENTS, counts, strict=True)
+            if count
+        }
+        return super().as_dict() | {
+            "histogram": occurring,
+            "zeros": int(zeros),
+            "nonfinite": int(nonfinite),
+        }
 
     def _parts(self) -> Iterator[Table | str]:
         counts, zeros, nonfinite = self.histogram
-        yield f"Gradients in {self.dtype}: {np.sum(counts):,} nonzero, {zeros:,} zero, {nonfinite:,} infinite or NaN"
+        yield (
+            f"Gradients in {self.dtype}: {np.sum(counts):,} nonzero, {zeros:,} zero,"
+            f" {nonfinite:,} infinite or NaN"
+        )
         header = ("scale", "become zero", "subnormal", "infinite")
-        rows = [(_scale_name(s.scale), *map(_percent, (s.zero, s.subnormal, s.infinite))) for s in self.shares]
-        yield Table("By loss scale", [header, *rows], (1, 2, 3))
-        header = ("parameter", "largest", "become zero", f"at {_scale_name(self.recommended_scale)}", "infinite or NaN")
         rows = [
-            (x.path, f"{x.largest:.3g}", _percent(x.zero), _percent(x.zero_if_scaled), f"{x.nonfinite:,}")
+            (_scale_name(s.scale), *map(_percent, (s.zero, s.subnormal, s.infinite)))
+            for s in self.shares
+        ]
+        yield Table("By loss scale", [header, *rows], (1, 2, 3))
+        header = (
+            "parameter",
+            "largest",
+            "become zero",
+            f"at {_scale_name(self.recommended_scale)}",
+            "infinite or NaN",
+        )
+        rows = [
+            (
+                x.path,
+                f"{x.largest:.3g}",
+                _percent(x.zero),
+                _percent(x.zero_if_scaled),
+                f"{x.nonfinite:,}",
+            )
             for x in self.leaves[:_LISTED]
         ]
-        yield Table(f"{len(rows)} of {len(self.leaves)} parameters, the worst first", [header, *rows], (1, 2, 3, 4))
+        yield Table(
+            f"{len(rows)} of {len(self.leaves)} parameters, the worst first",
+            [header, *rows],
+            (1, 2, 3, 4),
+        )
         yield self.verdict
 
 
@@ -106,26 +169,33 @@ def underflow_report(
 ) -> UnderflowReport:
     """Count how much of some gradients a format would lose, and recommend a loss scale.
 
-    The recommended scale is the largest power of two (up to 2**24) at which the largest gradient stays finite, with
-    room for 4 more doublings, in the way of Micikevicius et al. 2018 (arXiv 1710.03740, section 3.2). It is 1 if the
-    format has the exponents of float32, or holds all gradients as normal numbers with that room.
+    The recommended scale is the largest power of two (up to 2**24) at which the largest
+    gradient stays finite, with room for 4 more doublings, in the way of Micikevicius et
+    al. 2018 (arXiv 1710.03740, section 3.2). It is 1 if the format has the exponents of
+    float32, or holds all gradients as normal numbers with that room.
 
-    Give it gradients of a float32 or bfloat16 backward pass, or of a scaled loss: what float16 has made zero looks like
-    any zero. Several batches say more than one: a list of their gradients is a tree too.
+    Give it gradients of a float32 or bfloat16 backward pass, or of a scaled loss: what
+    float16 has made zero looks like any zero. Several batches say more than one: a list
+    of their gradients is a tree too.
 
     Args:
-        grads: a tree of gradients, concrete arrays; leaves that are not floating are left out, float64 is rounded to
-            float32.
+        grads: a tree of gradients, concrete arrays; leaves that are not floating are
+            left out, float64 is rounded to float32.
         dtype: the format: f16, bf16, f32, float8_e4m3fn or float8_e5m2.
-        loss_scale: what the loss of these gradients was multiplied by, as `mpx.value_and_grad` does: a loss scale
-            (`mpx.get_loss_scale(opt_state)`) or a number, a power of two.
+        loss_scale: what the loss of these gradients was multiplied by, as
+            `mpx.value_and_grad` does: a loss scale (`mpx.get_loss_scale(opt_state)`) or
+            a number, a power of two.
 
     Raises:
         TypeError: inside `jax.jit`.
-        ValueError: if `dtype` is another one, `loss_scale` is not a power of two, or the tree has no floating leaf.
+        ValueError: if `dtype` is another one, `loss_scale` is not a power of two, or
+            the tree has no floating leaf.
 
     Example:
-        >>> grads = {"embed": jnp.array([2.0**-30, 2.0**-20]), "head": jnp.array([2.0**-8, 2.0**-10])}
+        >>> grads = {
+        ...     "embed": jnp.array([2.0**-30, 2.0**-20]),
+        ...     "head": jnp.array([2.0**-8, 2.0**-10]),
+        ... }
         >>> report = underflow_report(grads, "f16")
         >>> report.recommended_scale == 2.0**19  # 2**-8 becomes 2**11, with room up to 2**15
         True
@@ -135,11 +205,13 @@ def underflow_report(
         No loss scale is needed: bfloat16 has the exponents of float32.
     """
     dtype = fates.format_of(dtype, "underflow_report")
-    carried = float(loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale)  # pyright: ignore
+    carried = float(
+        loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
+    )  # pyright: ignore
     if not is_power_of_two(carried):
         raise ValueError(
-            "`underflow_report`: `loss_scale` must be a loss scale or a number, a power of two, but got "
-            f"{loss_scale!r}."
+            "`underflow_report`: `loss_scale` must be a loss scale or a number, a"
+            f" power of two, but got {loss_scale!r}."
         )
 
     def unscaled(x):
@@ -147,26 +219,45 @@ def underflow_report(
 
     arrays = [(name, unscaled(x)) for name, (x,) in fates.floating_leaves(grads)]
     if not arrays:
-        raise ValueError("`underflow_report` needs gradients, but the tree has no floating array in it.")
+        raise ValueError(
+            "`underflow_report` needs gradients, but the tree has no floating array"
+            " in it."
+        )
 
     def counts_of(count, *edges):  # summed on the host, exactly
-        return np.stack([np.asarray(count(x, *edges)).sum(0, np.int64) for _, x in arrays])
+        return np.stack(
+            [np.asarray(count(x, *edges)).sum(0, np.int64) for _, x in arrays]
+        )
 
     @functools.cache
     def fates_at(scale: float) -> np.ndarray:  # [array, kind]
         return counts_of(_count_fates, fates.edges_of(dtype, scale))
 
     largest = [float(np.asarray(_largest(x)).view(np.float32)) for _, x in arrays]
-    recommended = _recommended_scale(dtype, max(largest), is_normal=not fates_at(1.0)[:, 1:3].any())
+    recommended = _recommended_scale(
+        dtype, max(largest), is_normal=not fates_at(1.0)[:, 1:3].any()
+    )
 
     def shares_at(scale: float) -> ScaledShares:
         counts = fates_at(scale).sum(axis=0)
-        zero, subnormal, infinite = (float(fates.share_of(counts, fate)) for fate in ("zero", "subnormal", "infinite"))
+        zero, subnormal, infinite = (
+            float(fates.share_of(counts, fate))
+            for fate in ("zero", "subnormal", "infinite")
+        )
         return ScaledShares(scale, zero, subnormal, infinite)
 
-    zeros_at = lambda scale: fates.share_of(fates_at(scale), "zero").tolist()
+    def zeros_at(scale):
+        return fates.share_of(fates_at(scale), "zero").tolist()
+
     nonfinite = fates_at(1.0)[:, -1].tolist()
-    rows = zip([name for name, _ in arrays], largest, zeros_at(1.0), zeros_at(recommended), nonfinite, strict=True)
+    rows = zip(
+        [name for name, _ in arrays],
+        largest,
+        zeros_at(1.0),
+        zeros_at(recommended),
+        nonfinite,
+        strict=True,
+    )
     leaves = [LeafUnderflow(*row) for row in rows]
     zeros, *counts, nonfinite = counts_of(_count_exponents).sum(axis=0)
     return UnderflowReport(
@@ -175,13 +266,26 @@ def underflow_report(
         largest=max(largest),
         recommended_scale=recommended,
         shares=tuple(map(shares_at, sorted({1.0, carried, recommended}))),
-        leaves=tuple(sorted(leaves, key=lambda leaf: (leaf.nonfinite == 0, -leaf.zero, -leaf.zero_if_scaled))),
+        leaves=tuple(
+            sorted(
+                leaves,
+                key=lambda leaf: (
+                    leaf.nonfinite == 0,
+                    -leaf.zero,
+                    -leaf.zero_if_scaled,
+                ),
+            )
+        ),
     )
 
 
 # Edges are an argument, so one program serves all scales.
-_count_fates = jax.jit(lambda x, edges: fates.count(fates.fates_of(x, edges), len(fates.FATES) + 2))
-_count_exponents = jax.jit(lambda x: fates.count(fates.exponents_of(x), len(EXPONENTS) + 2))
+_count_fates = jax.jit(
+    lambda x, edges: fates.count(fates.fates_of(x, edges), len(fates.FATES) + 2)
+)
+_count_exponents = jax.jit(
+    lambda x: fates.count(fates.exponents_of(x), len(EXPONENTS) + 2)
+)
 
 
 @jax.jit
@@ -192,9 +296,14 @@ def _largest(x: jax.Array) -> jax.Array:
 
 
 def _recommended_scale(dtype: np.dtype, largest: float, is_normal: bool) -> float:
-    """Return 1 if no scale is needed, else the largest power of two that leaves the head-room."""
+    """Return 1 if no scale is needed, else the largest power of two that leaves the
+    head-room.
+    """
     infinite_from = fates.edges_of(dtype)[3].view(np.float32)
-    fits = lambda scale: math.ldexp(largest, _HEADROOM) * scale < infinite_from
+
+    def fits(scale):
+        return math.ldexp(largest, _HEADROOM) * scale < infinite_from
+
     if not largest or _has_range_of_float32(dtype) or (fits(1.0) and is_normal):
         return 1.0
     scale = _MAX_SCALE

@@ -1,1 +1,3 @@
-"""Everything that is not training: plans, the report of a compiled program, and the command line."""
+"""Everything that is not training: plans, the report of a compiled program, and the
+command line.
+"""

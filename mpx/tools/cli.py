@@ -1,4 +1,6 @@
-"""Read what the commands of `mpx_cli` are given, and write what they find, or their errors."""
+"""Read what the commands of `mpx_cli` are given, and write what they find, or their
+errors.
+"""
 
 import importlib
 import inspect
@@ -30,8 +32,14 @@ from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
 from mpx.tools.program.targets import TARGETS
 
-FRACTION, MOST = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"  # of a GPU; CUDA and NCCL need the rest
-_LESS = "another --recipe, a smaller --batch or --sequence, --kept 8bit, and more --devices with --fsdp"
+FRACTION, MOST = (
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "0.95",
+)  # of a GPU; CUDA and NCCL need the rest
+_LESS = (
+    "another --recipe, a smaller --batch or --sequence, --kept 8bit, and more --devices"
+    " with --fsdp"
+)
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
 _BYTES = {"b": 1} | {f"{name}b": 1000**power for name, power in _PREFIXES.items()}
@@ -40,25 +48,37 @@ _BYTES |= {f"{name}ib": 1024**power for name, power in _PREFIXES.items()}
 
 def parameters(text: str) -> int:
     """Return a number of parameters: 124000000 for `124M`."""
-    return _number(text, _COUNTS, "a number of parameters such as 124M, 7B or 70e9, or file.py:function")
+    return _number(
+        text,
+        _COUNTS,
+        "a number of parameters such as 124M, 7B or 70e9, or file.py:function",
+    )
 
 
 def usable_bytes(text: str) -> int:
-    """Return what JAX takes of a device with a memory of `80GB` or `80 GiB`, or of one that is called `h100`.
+    """Return what JAX takes of a device with a memory of `80GB` or `80 GiB`, or of one
+    that is called `h100`.
 
     Of a GPU it takes the fraction that the environment says.
     """
     target, names = TARGETS.get(text.strip().lower()), ", ".join(TARGETS)
-    wanted = f"a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30), or one of {names}"
+    wanted = (
+        "a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30), or"
+        f" one of {names}"
+    )
     memory = _number(text, _BYTES, wanted) if target is None else target.memory_bytes
     part = "1" if target and target.tpu else os.environ.get(FRACTION, "0.75")
     if not re.fullmatch(r"\d+\.?\d*|\.\d+", part) or not float(part):
-        raise ValueError(f"The variable {FRACTION} must be a number such as 0.75, but is {part!r}.")
+        raise ValueError(
+            f"The variable {FRACTION} must be a number such as 0.75, but is {part!r}."
+        )
     return int(memory * float(part))
 
 
 def _number(text: str, units: dict[str, int], wanted: str) -> int:
-    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d\d?)?)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(
+        r"(\d[\d_]*(?:\.\d+)?(?:e\d\d?)?)\s*([a-z]*)", text.strip().lower()
+    )
     number = 0 if match is None else round(float(match[1]) * units.get(match[2], 0))
     if not 0 < number < 2**63:
         raise ValueError(f"{text!r} is not {wanted}.")
@@ -68,32 +88,56 @@ def _number(text: str, units: dict[str, int], wanted: str) -> int:
 def shape(text: str) -> jax.ShapeDtypeStruct:
     """Return the shape that a text such as `bf16[768,3072]` or `i32[]` describes."""
     match = re.fullmatch(r"(\w+)(?:\[([\d, ]*)\])?", text.strip())
-    dtype = None if match is None else dtype_or_none(re.sub(r"^(?:[is]|(u))(\d+)$", r"\1int\2", match[1]))
+    dtype = (
+        None
+        if match is None
+        else dtype_or_none(re.sub(r"^(?:[is]|(u))(\d+)$", r"\1int\2", match[1]))
+    )
     if match is None or dtype is None:
-        raise ValueError(f"{text!r} is not a shape such as bf16[768,3072], i32[8], float8_e4m3fn[8] or f32[].")
+        raise ValueError(
+            f"{text!r} is not a shape such as bf16[768,3072], i32[8], float8_e4m3fn[8]"
+            " or f32[]."
+        )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"{text!r} has a type of 64 bits. Set JAX_ENABLE_X64=1.")
-    return jax.ShapeDtypeStruct([int(dim) for dim in re.findall(r"\d+", match[2] or "")], dtype)
+    return jax.ShapeDtypeStruct(
+        [int(dim) for dim in re.findall(r"\d+", match[2] or "")], dtype
+    )
 
 
 def attribute(reference: str) -> Any:
-    """Return what `file.py:name` or `module:name` names; the file is run, as an import runs it."""
+    """Return what `file.py:name` or `module:name` names; the file is run, as an import
+    runs it.
+    """
     place, _, name = reference.rpartition(":")
     folder, module = os.path.split(place)
     if not module or not name:
-        raise ValueError(f"{reference!r} is neither file.py:function nor module:function.")
-    sys.path.insert(0, os.path.abspath(folder))  # as `python file.py` does, for what lies beside it
-    return operator.attrgetter(name)(importlib.import_module(module.removesuffix(".py")))
+        raise ValueError(
+            f"{reference!r} is neither file.py:function nor module:function."
+        )
+    sys.path.insert(
+        0, os.path.abspath(folder)
+    )  # as `python file.py` does, for what lies beside it
+    return operator.attrgetter(name)(
+        importlib.import_module(module.removesuffix(".py"))
+    )
 
 
 def step(reference: str) -> tuple[Any, Sequence[Any], Sequence[int]]:
-    """Return a step, its arguments and the positions of donated ones, as the function returns them."""
+    """Return a step, its arguments and the positions of donated ones, as the function
+    returns them.
+    """
     make = attribute(reference)
-    wanted = f"{reference} must be a function without arguments that returns (step, arguments, donated)"
+    wanted = (
+        f"{reference} must be a function without arguments that returns (step,"
+        " arguments, donated)"
+    )
     try:
         inspect.signature(make).bind()
     except TypeError as error:
-        raise ValueError(f"{wanted}: {error}. If it is the step, write such a function around it.") from None
+        raise ValueError(
+            f"{wanted}: {error}. If it is the step, write such a function around it."
+        ) from None
     returned = make()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise ValueError(f"{wanted}, but it returns {type(returned).__name__}.")
@@ -102,17 +146,34 @@ def step(reference: str) -> tuple[Any, Sequence[Any], Sequence[int]]:
 
 
 def rule(text: str) -> tuple[Any, str]:
-    """Return an Optax rule by its name, or the rule that `file.py:name` names or makes; and the code for it."""
+    """Return an Optax rule by its name, or the rule that `file.py:name` names or makes;
+    and the code for it.
+    """
     if ":" in text:
         found, name = attribute(text), text.rpartition(":")[2]
         return (found(), f"{name}()") if callable(found) else (found, name)
-    if text == "muon":  # a model of a given size has no matrices to tell from what Adam updates, so all of it is one
-        numbers = "jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers(-2, -1) if w.ndim > 1 else None, params)"
-        code = f"optax.contrib.muon(1e-3, muon_weight_dimension_numbers=lambda params: {numbers})"
+    if (
+        text == "muon"
+        # a model of a given size has no matrices to tell from what Adam updates, so all of
+        # it is one
+    ):
+        numbers = (
+            "jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers(-2, -1) if"
+            " w.ndim > 1 else None, params)"
+        )
+        code = (
+            "optax.contrib.muon(1e-3, muon_weight_dimension_numbers=lambda params:"
+            f" {numbers})"
+        )
         return optax.contrib.scale_by_muon(), code
-    module = next((module for module in (optax, optax.contrib) if hasattr(module, text)), None)
+    module = next(
+        (module for module in (optax, optax.contrib) if hasattr(module, text)), None
+    )
     if module is None:
-        raise ValueError(f"Optax has no rule {text!r}. Write a function that makes it, and give file.py:function.")
+        raise ValueError(
+            f"Optax has no rule {text!r}. Write a function that makes it, and give"
+            " file.py:function."
+        )
     return getattr(module, text)(learning_rate=1e-3), f"{module.__name__}.{text}(1e-3)"
 
 
@@ -121,7 +182,8 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     if path.suffix not in (".npz", ".npy", ".safetensors"):
         raise ValueError(f"{path} is not a .npz, .npy or .safetensors file.")
     with path.open("rb") as stream:
-        # `np.load` takes a file of any other kind for a pickle, and its error says how to run it.
+        # `np.load` takes a file of any other kind for a pickle, and its error says how
+        # to run it.
         if path.suffix == ".npz":
             found = dict(np.lib.npyio.NpzFile(stream, allow_pickle=False))
         elif path.suffix == ".npy":
@@ -131,10 +193,23 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
 
             with safetensors.safe_open(path, framework="numpy") as file:
                 # NumPy has no floats of 8 bits and fewer, and a report leaves them out.
-                is_known = lambda name: not file.get_slice(name).get_dtype().startswith(("F4", "F6", "F8"))
-                found = {name: file.get_tensor(name) for name in file.keys() if is_known(name)}
+                def is_known(name):
+                    return (
+                        not file.get_slice(name)
+                        .get_dtype()
+                        .startswith(("F4", "F6", "F8"))
+                    )
+
+                found = {
+                    name: file.get_tensor(name)
+                    for name in file.keys()
+                    if is_known(name)
+                }
     # NumPy saves bfloat16, which it does not know, as two bytes without a name.
-    return {name: x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x for name, x in found.items()}
+    return {
+        name: x.view(ml_dtypes.bfloat16) if x.dtype == np.dtype("V2") else x
+        for name, x in found.items()
+    }
 
 
 def plan(
@@ -147,38 +222,78 @@ def plan(
     grad_dtype: str | None,
     **options: Any,
 ) -> PlanComparison:
-    """Plan the recipes with these names (all if there are none), on devices as the command line gives them."""
+    """Plan the recipes with these names (all if there are none), on devices as the
+    command line gives them.
+    """
     if fsdp and devices == 1:
-        raise ValueError("--fsdp shards parameters over devices: say over how many, as in --devices 64.")
+        raise ValueError(
+            "--fsdp shards parameters over devices: say over how many, as in"
+            " --devices 64."
+        )
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     model = evaluate(model)
-    sharded = lambda p: sharded_spec(np.shape(p), PartitionSpec(), mesh, "data")
-    specs = PartitionSpec(*["data"][: devices <= model]) if isinstance(model, int) else jax.tree.map(sharded, model)
+
+    def sharded(p):
+        return sharded_spec(np.shape(p), PartitionSpec(), mesh, "data")
+
+    specs = (
+        PartitionSpec(*["data"][: devices <= model])
+        if isinstance(model, int)
+        else jax.tree.map(sharded, model)
+    )
     if devices > 1 and not any(jax.tree.leaves(specs)):
-        raise ValueError(f"--devices {devices}: there is no parameter with an axis that so many devices can divide.")
+        raise ValueError(
+            f"--devices {devices}: there is no parameter with an axis that so many"
+            " devices can divide."
+        )
     if fsdp:
         options |= {"mesh": mesh, "axis": None, "param_specs": specs}
     elif devices > 1:
         options |= {"mesh": mesh, "axis": "data"}
-    gradient_dtype = None if grad_dtype == "as_computed" else grad_dtype  # which is what a plan counts by itself
-    return compare_plans(model, rule, recipe or None, gradient_dtype=gradient_dtype, **options)
+    gradient_dtype = (
+        None if grad_dtype == "as_computed" else grad_dtype
+    )  # which is what a plan counts by itself
+    return compare_plans(
+        model, rule, recipe or None, gradient_dtype=gradient_dtype, **options
+    )
 
 
-def plan_parts(comparison: PlanComparison, rule: str, model: str, memory: str) -> Iterator[Any]:
-    """Yield the table of several recipes, or the parts of one; the code for one that fits; and what tells more."""
-    is_one, limit, found = len(comparison.plans) == 1, comparison.usable_bytes, TARGETS.get(memory)
+def plan_parts(
+    comparison: PlanComparison, rule: str, model: str, memory: str
+) -> Iterator[Any]:
+    """Yield the table of several recipes, or the parts of one; the code for one that
+    fits; and what tells more.
+    """
+    is_one, limit, found = (
+        len(comparison.plans) == 1,
+        comparison.usable_bytes,
+        TARGETS.get(memory),
+    )
     yield from comparison.plans.values() if is_one else [comparison]
     if limit is not None and is_one:
         ((name, fits),), largest = comparison.fits.items(), comparison.largest_models
-        yield f"Fits: {fits}. The largest model that fits has {digits(largest[name] / 1e9)}B parameters."
+        yield (
+            f"Fits: {fits}. The largest model that fits has"
+            f" {digits(largest[name] / 1e9)}B parameters."
+        )
     if limit is not None:
-        of_gpu = f" JAX takes 75% of a GPU, or what the variable {FRACTION} says: {MOST} where nothing else runs."
-        yield f"Training may use {limit / 1e9:.4g} GB of a device.{'' if found and found.tpu else of_gpu}"
+        of_gpu = (
+            f" JAX takes 75% of a GPU, or what the variable {FRACTION} says:"
+            f" {MOST} where nothing else runs."
+        )
+        yield (
+            f"Training may use {limit / 1e9:.4g} GB of a"
+            f" device.{'' if found and found.tpu else of_gpu}"
+        )
     fit = [name for name in comparison.plans if comparison.fits.get(name) != "no"]
     if not fit:
         programs = [plan.least_program() for plan in comparison.plans.values()]
         cheaper = (("kernel", "--attention kernel"), ("checkpoint", "--checkpoint"))
-        left_out = [f"{switch}, " for name, switch in cheaper if not all(getattr(p, name) for p in programs)]
+        left_out = [
+            f"{switch}, "
+            for name, switch in cheaper
+            if not all(getattr(p, name) for p in programs)
+        ]
         yield f"Nothing fits. Less is needed with {''.join(left_out)}{_LESS}."
     elif limit is not None or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
@@ -188,11 +303,16 @@ def plan_parts(comparison: PlanComparison, rule: str, model: str, memory: str) -
     if any(plan.step for plan in comparison.plans.values()):
         file = model.rpartition(":")[0] or "train.py"
         target = memory if found and (found.gpu or found.tpu) else "h100"
-        yield f"What your own program needs, to the byte: mpx program {file}:step --target {target}"
+        yield (
+            f"What your own program needs, to the byte: mpx program {file}:step"
+            f" --target {target}"
+        )
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:
-    """Write a result, or parts in its place, for people; or as JSON, with null for a number that is not finite."""
+    """Write a result, or parts in its place, for people; or as JSON, with null for a
+    number that is not finite.
+    """
     if as_json:
         sys.stdout.write(json.dumps(result.as_dict(), indent=2, allow_nan=False) + "\n")
         return
@@ -200,28 +320,47 @@ def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:
 
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
-_NOT_THE_USERS = (_PACKAGE, _PACKAGE.with_name("mpx_cli.py"), pathlib.Path(sysconfig.get_path("stdlib")))
+_NOT_THE_USERS = (
+    _PACKAGE,
+    _PACKAGE.with_name("mpx_cli.py"),
+    pathlib.Path(sysconfig.get_path("stdlib")),
+)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return 2 for what cannot be on a command line, 1 for an error in a user's code and for all others."""
+    """Return 2 for what cannot be on a command line, 1 for an error in a user's code
+    and for all others.
+    """
     return 2 if isinstance(error, ValueError) and not _frames_of_the_user(error) else 1
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error in one line, with the line of the user's code where it arose, if it did there."""
+    """Return an error in one line, with the line of the user's code where it arose, if
+    it did there.
+    """
     text = textwrap.shorten(str(error), 600, placeholder=" ...")
     text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
     frames = _frames_of_the_user(error)
-    where = [f"{os.path.relpath(frame.filename)}:{frame.lineno} ({frame.name})" for frame in frames[-1:]]
+    where = [
+        f"{os.path.relpath(frame.filename)}:{frame.lineno} ({frame.name})"
+        for frame in frames[-1:]
+    ]
     return ": ".join([*where, text])
 
 
 def _frames_of_the_user(error: BaseException) -> list[traceback.FrameSummary]:
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if _is_users(frame.filename)
+    ]
 
 
 def _is_users(file: str) -> bool:
     path = pathlib.Path(file)
     is_installed = {"site-packages", "dist-packages"} & set(path.parts)
-    return not (is_installed or file.startswith("<") or any(map(path.is_relative_to, _NOT_THE_USERS)))
+    return not (
+        is_installed
+        or file.startswith("<")
+        or any(map(path.is_relative_to, _NOT_THE_USERS))
+    )

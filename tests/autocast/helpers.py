@@ -33,7 +33,9 @@ def narrow_dot(dtype):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounding_cotangent(x, dtype):
-    """Return a sum of a product and a bias, whose tangent and cotangent are rounded, as autocast does it."""
+    """Return a sum of a product and a bias, whose tangent and cotangent are rounded, as
+    autocast does it.
+    """
     return x
 
 
@@ -43,11 +45,18 @@ def _(dtype, primals, tangents):
 
 
 def exact_jit(fun):
-    """Compile without the liberty to leave out roundings to 16 bits, which CPUs use around products too.
+    """Compile without the liberty to leave out roundings to 16 bits, which CPUs use
+    around products too.
 
     Optimizations that only take time here are off.
     """
-    return jax.jit(fun, compiler_options={"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0})
+    return jax.jit(
+        fun,
+        compiler_options={
+            "xla_allow_excess_precision": False,
+            "xla_backend_optimization_level": 0,
+        },
+    )
 
 
 def rounded(x, dtype):
@@ -79,9 +88,13 @@ def stacked(w):
 
 
 def on_devices(fun, *, out=SPLIT):
-    """Return a function of weights, which all devices hold, and of rows, which are divided over eight devices."""
+    """Return a function of weights, which all devices hold, and of rows, which are
+    divided over eight devices.
+    """
     varying = lambda w, x: fun(lax.pcast(w, "data", to="varying"), x)
-    return jax.shard_map(varying, mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=out)
+    return jax.shard_map(
+        varying, mesh=eight_cpu_devices(), in_specs=(WHOLE, SPLIT), out_specs=out
+    )
 
 
 def scan(f):
@@ -91,22 +104,34 @@ def scan(f):
 def loop(f):
     """Return a loop whose condition computes the function too."""
     goes_on = lambda w: lambda c: (c[0] < 2) & (jnp.abs(f(w, c[1])).sum() < 1e9)
-    return lambda w, x: lax.while_loop(goes_on(w), lambda c: (c[0] + 1, f(w, c[1])), (0, x))[1]
+    return lambda w, x: lax.while_loop(
+        goes_on(w), lambda c: (c[0] + 1, f(w, c[1])), (0, x)
+    )[1]
 
 
 def branch(f):
-    return lambda w, x: lax.cond(x.sum() > -1e9, lambda w, x: f(w, x), lambda w, x: f(w[::-1], -x), w, x)
+    return lambda w, x: lax.cond(
+        x.sum() > -1e9, lambda w, x: f(w, x), lambda w, x: f(w[::-1], -x), w, x
+    )
 
 
 def branch_in_scan(f):
-    body = lambda c, w: lax.cond(c.sum() > -1e9, lambda c: (f(w, c), c), lambda c: (c, f(w, c)), c)
-    joined = lambda carry, ys: jnp.concatenate([carry, *ys])  # a result that nobody reads would be left out
+    body = lambda c, w: lax.cond(
+        c.sum() > -1e9, lambda c: (f(w, c), c), lambda c: (c, f(w, c)), c
+    )
+    joined = lambda carry, ys: jnp.concatenate(
+        [carry, *ys]
+    )  # a result that nobody reads would be left out
     return lambda w, x: joined(*lax.scan(body, x, stacked(w)))
 
 
 def checkpoint_of_names(f):
     policy = jax.checkpoint_policies.save_only_these_names("hidden")
-    return jax.checkpoint(lambda w, x: f(w, checkpoint_name(f(w, x), "hidden")), policy=policy, prevent_cse=False)
+    return jax.checkpoint(
+        lambda w, x: f(w, checkpoint_name(f(w, x), "hidden")),
+        policy=policy,
+        prevent_cse=False,
+    )
 
 
 def vmap(f):
@@ -118,29 +143,52 @@ PROGRAMS = {
     "jit": lambda f: jax.jit(lambda w, x: f(w, x)),
     "scan": scan,
     "reversed scan": lambda f: (
-        lambda w, x: lax.scan(lambda c, w: ((y := f(w, c)), y), x, stacked(w), reverse=True, unroll=2)[1][0]
+        lambda w, x: lax.scan(
+            lambda c, w: ((y := f(w, c)), y), x, stacked(w), reverse=True, unroll=2
+        )[1][0]
     ),
-    "scan of rows": lambda f: lambda w, x: lax.map(lambda x: f(w, x), jnp.stack([-x, x]))[1],
-    "scan of calls": lambda f: lambda w, x: lax.scan(lambda c, w: (jax.jit(f)(w, c), None), x, stacked(w))[0],
+    "scan of rows": lambda f: (
+        lambda w, x: lax.map(lambda x: f(w, x), jnp.stack([-x, x]))[1]
+    ),
+    "scan of calls": lambda f: (
+        lambda w, x: lax.scan(lambda c, w: (jax.jit(f)(w, c), None), x, stacked(w))[0]
+    ),
     "scan of a checkpoint": lambda f: jax.jit(
-        lambda w, x: lax.scan(lambda c, w: (jax.checkpoint(f, prevent_cse=False)(w, c), None), x, stacked(w))[0]
+        lambda w, x: lax.scan(
+            lambda c, w: (jax.checkpoint(f, prevent_cse=False)(w, c), None),
+            x,
+            stacked(w),
+        )[0]
     ),
     "weight that a loop carries": lambda f: (
-        lambda w, x: lax.fori_loop(0, 2, lambda i, c: (c[0][::-1], f(c[0], c[1])), (w, x))[1]
+        lambda w, x: lax.fori_loop(
+            0, 2, lambda i, c: (c[0][::-1], f(c[0], c[1])), (w, x)
+        )[1]
     ),
     "while": loop,
     "branch": branch,
-    "switch": lambda f: lambda w, x: lax.switch(jnp.int32(7), [lambda w, x: x, lambda w, x: f(w[::-1], x), f], w, x),
-    "platforms": lambda f: lambda w, x: lax.platform_dependent(w, x, cpu=f, default=lambda w, x: f(w[::-1], x)),
+    "switch": lambda f: (
+        lambda w, x: lax.switch(
+            jnp.int32(7), [lambda w, x: x, lambda w, x: f(w[::-1], x), f], w, x
+        )
+    ),
+    "platforms": lambda f: (
+        lambda w, x: lax.platform_dependent(
+            w, x, cpu=f, default=lambda w, x: f(w[::-1], x)
+        )
+    ),
     "branch in a scan": branch_in_scan,
     "checkpoint": lambda f: jax.checkpoint(lambda w, x: f(w, f(w, x))),
     "checkpoint of names": checkpoint_of_names,
-    "checkpoint of mpx": lambda f: mpx.checkpoint(lambda w, x: f(w, f(w, x)), kept=FLOAT32, argnums=1),
+    "checkpoint of mpx": lambda f: mpx.checkpoint(
+        lambda w, x: f(w, f(w, x)), kept=FLOAT32, argnums=1
+    ),
     "vmap": vmap,
     "vmap of a scan": lambda f: vmap(scan(f)),
     "shard_map": on_devices,
 }
-# The exceptions: no gradient; a result that was carried, so that nothing is known of it.
+# The exceptions: no gradient; a result that was carried, so that nothing is known of
+# it.
 FORWARD_ONLY = {"while"}
 
 
@@ -154,7 +202,9 @@ def with_gradients(fun):
 def eqns_of(fun, *args, primitive=None):
     """Return all equations of a function's program, of one primitive if it is given."""
     found = all_eqns(jax.make_jaxpr(fun)(*args))
-    return [eqn for eqn in found if primitive is None or eqn.primitive.name == primitive]
+    return [
+        eqn for eqn in found if primitive is None or eqn.primitive.name == primitive
+    ]
 
 
 class Contraction(NamedTuple):
@@ -164,9 +214,14 @@ class Contraction(NamedTuple):
 
 
 def contractions(fun, *args):
-    """Return the dtypes of all contractions of a function's program, nested ones too, in order."""
+    """Return the dtypes of all contractions of a function's program, nested ones too,
+    in order.
+    """
     eqns = [eqn for eqn in eqns_of(fun, *args) if eqn.primitive.name in CONTRACTIONS]
-    return [Contraction(*[v.aval.dtype for v in (*eqn.invars[:2], eqn.outvars[0])]) for eqn in eqns]
+    return [
+        Contraction(*[v.aval.dtype for v in (*eqn.invars[:2], eqn.outvars[0])])
+        for eqn in eqns
+    ]
 
 
 def all_in(dtype):
@@ -174,13 +229,21 @@ def all_in(dtype):
 
 
 def plan_of(fun, *args, dtypes=None):
-    """Return the plan of an autocast function; float32 arguments are views of arrays of these dtypes, if given."""
+    """Return the plan of an autocast function; float32 arguments are views of arrays of
+    these dtypes, if given.
+    """
     leaves, treedef = jax.tree.flatten(args)
     pairs = zip(leaves, dtypes or [None] * len(leaves), strict=True)
     views = [View(x if dtype is None else x.astype(dtype), x) for x, dtype in pairs]
     with differentiating(lambda: None) as current:
-        current.views.update({id(view.narrow): view for view in views if view.narrow is not view.wide})
-        return autocast_of(fun).trace(treedef.unflatten([view.narrow for view in views]), {}).plan
+        current.views.update(
+            {id(view.narrow): view for view in views if view.narrow is not view.wide}
+        )
+        return (
+            autocast_of(fun)
+            .trace(treedef.unflatten([view.narrow for view in views]), {})
+            .plan
+        )
 
 
 # ---- convolutions

@@ -1,4 +1,5 @@
-"""Products of 8-bit floats under autocast: where they run, their values and their gradients.
+"""Products of 8-bit floats under autocast: where they run, their values and their
+gradients.
 
 Oracle of values: the same rounding and the same scales in NumPy, with sums in float64.
 """
@@ -18,7 +19,9 @@ from tests.helpers import eight_cpu_devices
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 SMALL = mpx.Fp8(min_extent=0)  # as by default, for products of the size of tests
 E4M3_ONLY = mpx.Fp8(min_extent=0, backward="e4m3")
-by_way = pytest.mark.parametrize("fp8", [SMALL, E4M3_ONLY], ids=["e5m2 cotangents", "e4m3 cotangents"])
+by_way = pytest.mark.parametrize(
+    "fp8", [SMALL, E4M3_ONLY], ids=["e5m2 cotangents", "e4m3 cotangents"]
+)
 
 multiply = lambda x, w: x @ w
 
@@ -26,7 +29,9 @@ multiply = lambda x, w: x @ w
 def in_8_bits(x, dtype):
     """Return the numbers that are left of an operand, in NumPy."""
     x = np.asarray(x, np.float64)
-    scale = 2.0 ** np.floor(np.log2(float(ml_dtypes.finfo(dtype).max) / np.abs(x).max()))
+    scale = 2.0 ** np.floor(
+        np.log2(float(ml_dtypes.finfo(dtype).max) / np.abs(x).max())
+    )
     return (x * scale).astype(np.float32).astype(dtype).astype(np.float64) / scale
 
 
@@ -69,7 +74,9 @@ def test_what_is_not_finite_stays_visible_and_other_rows_keep_their_numbers(fp8,
     assert not np.isfinite(found[3]).any()
     np.testing.assert_array_equal(np.delete(found, 3, 0), np.delete(good, 3, 0))
     assert np.isfinite(good).all()
-    assert not np.isfinite(jax.grad(lambda w: mpx.autocast(multiply, fp8)(bad, w).sum())(w)).all()
+    assert not np.isfinite(
+        jax.grad(lambda w: mpx.autocast(multiply, fp8)(bad, w).sum())(w)
+    ).all()
 
 
 @pytest.mark.parametrize("largest", [0.0, 2.0**-149, 2.0**-126, 449.0, 3e38])
@@ -87,7 +94,10 @@ def test_the_largest_magnitude_is_never_out_of_range(fp8, largest):
 
 def formats_of_products(fun, *args):
     """Return the 8-bit dtypes that operands are rounded to, in a function's program."""
-    converted = [eqn.params["new_dtype"] for eqn in eqns_of(fun, *args, primitive="convert_element_type")]
+    converted = [
+        eqn.params["new_dtype"]
+        for eqn in eqns_of(fun, *args, primitive="convert_element_type")
+    ]
     return sorted(str(dtype) for dtype in converted if "float8" in str(dtype))
 
 
@@ -96,16 +106,23 @@ def test_operands_are_rounded_once_and_cotangents_to_the_format_of_the_backward_
     loss = lambda fp8: lambda x, w: mpx.autocast(multiply, fp8)(x, w).sum()
     found = formats_of_products(jax.grad(loss(SMALL), argnums=(0, 1)), x, w)
     assert found == ["float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"]
-    assert set(formats_of_products(jax.grad(loss(E4M3_ONLY), argnums=(0, 1)), x, w)) == {"float8_e4m3fn"}
+    assert set(
+        formats_of_products(jax.grad(loss(E4M3_ONLY), argnums=(0, 1)), x, w)
+    ) == {"float8_e4m3fn"}
 
 
 def test_an_operand_divided_over_devices_has_one_scale_in_a_shard_map():
-    """Rows without the large number are rounded as on one device. Negative control: with a scale of their own."""
+    """Rows without the large number are rounded as on one device. Negative control:
+    with a scale of their own.
+    """
     mesh = eight_cpu_devices()
     x, w = normal(0, 128, 64).at[0, 0].set(1e5), normal(1, 64, 32)
     fun = mpx.autocast(multiply, SMALL)
     split = jax.shard_map(
-        fun, mesh=mesh, in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec("data")
+        fun,
+        mesh=mesh,
+        in_specs=(PartitionSpec("data"), PartitionSpec()),
+        out_specs=PartitionSpec("data"),
     )
     assert error(jax.jit(split)(x, w)[16:], jax.jit(fun)(x, w)[16:]) < 2.0**-8
     assert error(jax.jit(fun)(x[16:], w), jax.jit(fun)(x, w)[16:]) > 2.0**-6
@@ -115,17 +132,54 @@ def test_an_operand_divided_over_devices_has_one_scale_in_a_shard_map():
 
 BATCH = "a product with a batch, such as logits of attention"
 HEAD = mpx.Policy("f32", "bf16", "f32", overrides=(("1", "bf16"),), fp8=SMALL)
-# A function of two arrays, their shapes, what is asked for, and why it does not run in FP8. Too small is a product of
-# 512 x 2048 by 2048 x 2048, with 1 / (1/512 + 2/2048) = 341; 4096 rows have 819.
+# A function of two arrays, their shapes, what is asked for, and why it does not run in
+# FP8. Too small is a product of 512 x 2048 by 2048 x 2048, with 1 / (1/512 + 2/2048) =
+# 341; 4096 rows have 819.
 WHY = {
     "a product": (multiply, (16, 64), (64, 32), SMALL, ""),
-    "odd sizes": (multiply, (16, 60), (60, 32), SMALL, "16 x 60 by 60 x 32: not all sizes are multiples of 16"),
-    "no rows": (multiply, (0, 64), (64, 32), SMALL, "0 x 64 by 64 x 32: not all sizes are multiples of 16"),
-    "a batch": (lambda q, k: jnp.einsum("bik,bjk->bij", q, k), (2, 16, 32), (2, 16, 32), SMALL, BATCH),
-    "a convolution": (conv, (2, 16, 16, 16), (3, 3, 16, 16), SMALL, "there is no conv_general_dilated of 8-bit floats"),
-    "small": (multiply, (512, 2048), (2048, 2048), "fp8", "512 x 2048 by 2048 x 2048: too small to gain"),
+    "odd sizes": (
+        multiply,
+        (16, 60),
+        (60, 32),
+        SMALL,
+        "16 x 60 by 60 x 32: not all sizes are multiples of 16",
+    ),
+    "no rows": (
+        multiply,
+        (0, 64),
+        (64, 32),
+        SMALL,
+        "0 x 64 by 64 x 32: not all sizes are multiples of 16",
+    ),
+    "a batch": (
+        lambda q, k: jnp.einsum("bik,bjk->bij", q, k),
+        (2, 16, 32),
+        (2, 16, 32),
+        SMALL,
+        BATCH,
+    ),
+    "a convolution": (
+        conv,
+        (2, 16, 16, 16),
+        (3, 3, 16, 16),
+        SMALL,
+        "there is no conv_general_dilated of 8-bit floats",
+    ),
+    "small": (
+        multiply,
+        (512, 2048),
+        (2048, 2048),
+        "fp8",
+        "512 x 2048 by 2048 x 2048: too small to gain",
+    ),
     "large": (multiply, (4096, 2048), (2048, 2048), "fp8", ""),
-    "an override": (multiply, (16, 32), (32, 32), HEAD, "an override of the policy asks for bf16"),
+    "an override": (
+        multiply,
+        (16, 32),
+        (32, 32),
+        HEAD,
+        "an override of the policy asks for bf16",
+    ),
 }
 
 
@@ -141,14 +195,17 @@ def test_one_warning_says_that_nothing_runs_in_fp8_and_why():
     fun = jax.jit(mpx.autocast(multiply, "fp8"))
     x, w = normal(0, 16, 64), normal(1, 64, 32)
     with pytest.warns(
-        UserWarning, match="no matrix product of `.*` runs in fp8.*: 16 x 64 .*too small.*`mpx.expl"
+        UserWarning,
+        match="no matrix product of `.*` runs in fp8.*: 16 x 64 .*too small.*`mpx.expl",
     ) as seen:
         fun(x, w), fun(x, w)
     assert len(seen) == 1
 
 
 def test_nothing_is_said_where_one_product_runs_in_fp8_or_where_there_is_none():
-    """Also where it runs in an autocast inside, or in a loop. (Warnings are errors in tests.)"""
+    """Also where it runs in an autocast inside, or in a loop. (Warnings are errors in
+    tests.)
+    """
     x, w = normal(0, 16, 64), normal(1, 64, 64)
     inside = mpx.autocast(multiply, SMALL)
     for fun in (
@@ -162,7 +219,9 @@ def test_nothing_is_said_where_one_product_runs_in_fp8_or_where_there_is_none():
 
 def test_gradients_in_float32_are_sums_of_8_bit_products_that_nothing_rounds():
     x, w = normal(0, 16, 64), normal(1, 64, 32)
-    loss = lambda options: lambda x, w: mpx.autocast(multiply, SMALL, **options)(x, w).sum()
+    loss = lambda options: (
+        lambda x, w: mpx.autocast(multiply, SMALL, **options)(x, w).sum()
+    )
     gradient = lambda **options: np.asarray(jax.grad(loss(options), argnums=1)(x, w))
     wide, narrow = gradient(reduce_dtype="f32"), gradient()
     np.testing.assert_array_equal(wide.astype(BF16), narrow.astype(BF16))
@@ -174,5 +233,7 @@ def test_a_product_that_says_where_its_result_lies_runs_in_8_bits():
     by_rows = NamedSharding(mesh, PartitionSpec("data"))
     fun = lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=by_rows)
     with jax.set_mesh(mesh):
-        (row,) = mpx.explain(fun, SMALL)(jax.device_put(jnp.ones((16, 32)), by_rows), jnp.ones((32, 16))).contractions
+        (row,) = mpx.explain(fun, SMALL)(
+            jax.device_put(jnp.ones((16, 32)), by_rows), jnp.ones((32, 16))
+        ).contractions
     assert (row.runs_in, row.reason) == ("fp8", "")

@@ -1,4 +1,6 @@
-"""A `jax.vmap` around autocast: products with a vector that it makes products of matrices are narrowed, others not."""
+"""A `jax.vmap` around autocast: products with a vector that it makes products of
+matrices are narrowed, others not.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +9,21 @@ import pytest
 from jax import lax
 
 import mpx
-from tests.autocast.helpers import BF16, F16, F32, all_in, contractions, exact_jit, narrow_dot, normal
+from tests.autocast.helpers import (
+    BF16,
+    F16,
+    F32,
+    all_in,
+    contractions,
+    exact_jit,
+    narrow_dot,
+    normal,
+)
 from tests.helpers import assert_same_bits
 
-HEAD_IN_FLOAT32 = mpx.Policy("float32", "bfloat16", "float32", overrides=(("head", "float32"),))
+HEAD_IN_FLOAT32 = mpx.Policy(
+    "float32", "bfloat16", "float32", overrides=(("head", "float32"),)
+)
 W, BATCH = normal(0, 8, 16) / 4, normal(1, 32, 16)
 
 
@@ -28,31 +41,54 @@ AROUND = {
     "vmap": lambda f: jax.vmap(f, (None, 0)),
     "jit in vmap": lambda f: jax.vmap(jax.jit(f), (None, 0)),
     "vmap in jit": lambda f: jax.jit(jax.vmap(f, (None, 0))),
-    "vmap of vmap": lambda f: lambda w, x: jax.vmap(jax.vmap(f, (None, 0)), (None, 0))(w, x[None])[0],
-    "scan in vmap": lambda f: jax.vmap(lambda w, x: lax.scan(lambda x, _: (f(w, x), None), x, length=1)[0], (None, 0)),
+    "vmap of vmap": lambda f: (
+        lambda w, x: jax.vmap(jax.vmap(f, (None, 0)), (None, 0))(w, x[None])[0]
+    ),
+    "scan in vmap": lambda f: jax.vmap(
+        lambda w, x: lax.scan(lambda x, _: (f(w, x), None), x, length=1)[0], (None, 0)
+    ),
     "checkpoint in vmap": lambda f: jax.vmap(jax.checkpoint(f), (None, 0)),
 }
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("way", AROUND)
-def test_a_batch_of_vectors_times_a_weight_is_narrowed_as_by_hand_and_so_are_its_gradients(way, dtype):
+def test_a_batch_of_vectors_times_a_weight_is_narrowed_as_by_hand_and_so_are_its_gradients(
+    way, dtype
+):
     """Control: without a batch all is in float32."""
     fun = mpx.autocast(field, dtype, loss_scale=mpx.NoOpLossScale())
     assert set(contractions(fun, W, BATCH[0])) == {all_in(F32)}
-    loss = lambda f: jax.value_and_grad(lambda w, x: jnp.cos(f(w, x)).mean(), argnums=(0, 1))
+    loss = lambda f: jax.value_and_grad(
+        lambda w, x: jnp.cos(f(w, x)).mean(), argnums=(0, 1)
+    )
     assert set(contractions(loss(AROUND[way](fun)), W, BATCH)) == {all_in(dtype)}
-    actual, expected = (exact_jit(loss(f))(W, BATCH) for f in (AROUND[way](fun), by_hand(dtype)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=0.01 * abs(b).max()), actual, expected)
-    np.testing.assert_allclose(AROUND[way](fun)(W, BATCH), by_hand(dtype)(W, BATCH), rtol=0, atol=0.02)
+    actual, expected = (
+        exact_jit(loss(f))(W, BATCH) for f in (AROUND[way](fun), by_hand(dtype))
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=0.01 * abs(b).max()),
+        actual,
+        expected,
+    )
+    np.testing.assert_allclose(
+        AROUND[way](fun)(W, BATCH), by_hand(dtype)(W, BATCH), rtol=0, atol=0.02
+    )
 
 
 def test_a_batch_of_gradients_is_narrowed_but_for_outer_products():
-    """Each example has a gradient of its own, in which nothing is summed: that is exact for given cotangents."""
-    grads = jax.vmap(jax.grad(lambda w, x: mpx.autocast(field, BF16)(w, x).sum(), argnums=(0, 1)), (None, 0))
+    """Each example has a gradient of its own, in which nothing is summed: that is exact
+    for given cotangents.
+    """
+    grads = jax.vmap(
+        jax.grad(lambda w, x: mpx.autocast(field, BF16)(w, x).sum(), argnums=(0, 1)),
+        (None, 0),
+    )
     found = contractions(grads, W, BATCH)
     assert (found.count(all_in(BF16)), found.count(all_in(F32))) == (4, 2)
-    expected = jax.vmap(jax.grad(lambda w, x: field(w, x).sum(), argnums=(0, 1)), (None, 0))(W, BATCH)
+    expected = jax.vmap(
+        jax.grad(lambda w, x: field(w, x).sum(), argnums=(0, 1)), (None, 0)
+    )(W, BATCH)
     for a, e in zip(grads(W, BATCH), expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=0, atol=0.02 * abs(e).max())
 
@@ -79,18 +115,25 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_a_product_that_is_kept_for_another_reason_is_kept_under_vmap_too(name):
     fun, policy, w, batch = KEPT[name]
-    actual, expected = (jax.vmap(f, (None, 0))(w, batch) for f in (mpx.autocast(fun, policy), fun))
+    actual, expected = (
+        jax.vmap(f, (None, 0))(w, batch) for f in (mpx.autocast(fun, policy), fun)
+    )
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_derivatives_without_a_batch_are_those_of_float32_and_rows_of_a_jacobian_are_a_batch():
     fun, x = mpx.autocast(field, BF16), BATCH[0]
     both = [lambda x, f=f: f(W, x) for f in (fun, field)]
-    for way in (lambda f: jax.grad(lambda x: f(x).sum()), lambda f: lambda x: jax.linearize(f, x)[1](x)):
+    for way in (
+        lambda f: jax.grad(lambda x: f(x).sum()),
+        lambda f: lambda x: jax.linearize(f, x)[1](x),
+    ):
         np.testing.assert_allclose(*(way(f)(x) for f in both), rtol=1e-5, atol=1e-6)
     for way in (jax.jacfwd, jax.jacrev, jax.hessian):
         actual, expected = (way(f)(x) for f in both)
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=0.03 * abs(expected).max())
+        np.testing.assert_allclose(
+            actual, expected, rtol=0, atol=0.03 * abs(expected).max()
+        )
 
 
 def test_gradients_of_a_weight_in_a_batch_are_float32_sums_if_they_are_asked_for():

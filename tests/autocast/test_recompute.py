@@ -1,4 +1,5 @@
-"""An activation between two products is computed again in the backward pass, and changes no bit.
+"""An activation between two products is computed again in the backward pass, and
+changes no bit.
 
 Oracle of bits: the same casts written by hand, which keep the activation.
 """
@@ -42,7 +43,9 @@ def with_another_use(w, x):
 
 
 def in_float16(w, x):
-    return lax.dot(jnp.tanh(x @ w + w[0][None]).astype(F16), w, preferred_element_type=F32)
+    return lax.dot(
+        jnp.tanh(x @ w + w[0][None]).astype(F16), w, preferred_element_type=F32
+    )
 
 
 def constrained(h):
@@ -51,7 +54,13 @@ def constrained(h):
 
 def gathered(h):
     gather = lambda h: lax.all_gather(h, "data", tiled=True)
-    return jax.shard_map(gather, mesh=eight_cpu_devices(), in_specs=SPLIT, out_specs=WHOLE, check_vma=False)(h)
+    return jax.shard_map(
+        gather,
+        mesh=eight_cpu_devices(),
+        in_specs=SPLIT,
+        out_specs=WHOLE,
+        check_vma=False,
+    )(h)
 
 
 @jax.custom_jvp
@@ -59,20 +68,28 @@ def by_its_author(h):
     return jnp.tanh(h)
 
 
-by_its_author.defjvp(lambda primals, tangents: (jnp.tanh(*primals), tangents[0] * jnp.tanh(*primals)))
+by_its_author.defjvp(
+    lambda primals, tangents: (jnp.tanh(*primals), tangents[0] * jnp.tanh(*primals))
+)
 
 KEPT = {
     "before other devices need it": layers(after=gathered),
-    "without a bias: XLA computes it in the next product": lambda w, x: jnp.tanh(x @ w) @ w,
+    "without a bias: XLA computes it in the next product": (
+        lambda w, x: jnp.tanh(x @ w) @ w
+    ),
     "before no product": lambda w, x: jnp.tanh(x @ w + w[0][None]),
     "of float32 numbers": lambda w, x: layers(lambda h: jnp.tanh(h * jnp.sin(x)))(w, x),
     "with another use": with_another_use,
     "in a dtype of its author": in_float16,
     "kept by a name": layers(after=lambda h: checkpoint_name(h, "hidden")),
-    "after a constraint, which would communicate twice": layers(lambda h: jnp.tanh(constrained(h))),
+    "after a constraint, which would communicate twice": layers(
+        lambda h: jnp.tanh(constrained(h))
+    ),
     "after a barrier": layers(after=lambda h: 2 * lax.optimization_barrier(h)),
     "with a derivative by its author": layers(by_its_author),
-    "in a call that adds up": layers(jax.jit(lambda h: jnp.tanh(h) - h.mean(1, keepdims=True))),
+    "in a call that adds up": layers(
+        jax.jit(lambda h: jnp.tanh(h) - h.mean(1, keepdims=True))
+    ),
     "in a checkpoint, which computes it again itself": jax.checkpoint(layers()),
 }
 
@@ -117,17 +134,27 @@ def test_nothing_is_computed_again_where_no_product_is_narrowed(dtype):
 
 
 MIXED = {
-    "where": lambda h, token: jnp.where(jnp.arange(256)[:, None] % 2 == 0, token[None], h),
-    "concatenate": lambda h, token: jnp.concatenate([jnp.broadcast_to(token[None], (256, 8)), h]),
+    "where": lambda h, token: jnp.where(
+        jnp.arange(256)[:, None] % 2 == 0, token[None], h
+    ),
+    "concatenate": lambda h, token: jnp.concatenate(
+        [jnp.broadcast_to(token[None], (256, 8)), h]
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_a_weight_among_the_elements_of_an_activation_gets_a_float32_sum(name):
-    """As where nothing is computed again. Negative control: in bfloat16 each of its cotangents is rounded."""
+    """As where nothing is computed again. Negative control: in bfloat16 each of its
+    cotangents is rounded.
+    """
     w, x, token = normal(0, 8, 8), normal(1, 256, 8), normal(2, 8)
-    fun = lambda token: jnp.sin(MIXED[name](jnp.tanh(x @ w + w[0][None]), token) @ w).sum()
-    of = lambda dtype, **options: jax.grad(mpx.autocast(fun, BF16, reduce_dtype=dtype, **options))(token)
+    fun = lambda token: jnp.sin(
+        MIXED[name](jnp.tanh(x @ w + w[0][None]), token) @ w
+    ).sum()
+    of = lambda dtype, **options: jax.grad(
+        mpx.autocast(fun, BF16, reduce_dtype=dtype, **options)
+    )(token)
     np.testing.assert_allclose(of(F32), of(F32, checkpoint="everything"), rtol=2e-5)
     assert (abs(of(BF16) / of(F32) - 1) > 2e-4).any()
 
@@ -136,7 +163,9 @@ def test_a_weight_among_the_elements_of_an_activation_gets_a_float32_sum(name):
 
 
 def test_activations_of_layers_that_are_alike_are_traced_once_and_others_are_not_taken_for_them():
-    """Each layer has weights of its own. Not alike are those with another constant, function or shape."""
+    """Each layer has weights of its own. Not alike are those with another constant,
+    function or shape.
+    """
 
     def program(*activations):
         def fun(ws, x):
@@ -146,7 +175,18 @@ def test_activations_of_layers_that_are_alike_are_traced_once_and_others_are_not
 
         ws = [normal(i, 8, 8) for i in range(len(activations))]
         jaxpr = jax.make_jaxpr(mpx.autocast(fun, BF16))(ws, normal(9, 16, 8))
-        return {id(eqn.params["jaxpr"]) for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "remat2"}
+        return {
+            id(eqn.params["jaxpr"])
+            for eqn in jaxpr.jaxpr.eqns
+            if eqn.primitive.name == "remat2"
+        }
 
     assert len(program(jnp.tanh, jnp.tanh, jnp.tanh)) == 1
-    assert len(program(jnp.tanh, lambda h: jnp.tanh(2 * h), lambda h: jnp.tanh(3 * h), jnp.sin)) == 4
+    assert (
+        len(
+            program(
+                jnp.tanh, lambda h: jnp.tanh(2 * h), lambda h: jnp.tanh(3 * h), jnp.sin
+            )
+        )
+        == 4
+    )

@@ -1,4 +1,6 @@
-"""What `autocast`, `full_precision`, `explain` and `Fp8` refuse: the call, and what the error says."""
+"""What `autocast`, `full_precision`, `explain` and `Fp8` refuse: the call, and what the
+error says.
+"""
 
 import functools
 
@@ -39,11 +41,17 @@ VALUES = [
         for wrong in ("int32", np.float64, None, 16, "bf15", jnp.float8_e4m3fn)
     ],
     *[
-        (given(mpx.autocast, product, "bf16", reduce_dtype=wrong), "`reduce_dtype` must be float32, the compute")
+        (
+            given(mpx.autocast, product, "bf16", reduce_dtype=wrong),
+            "`reduce_dtype` must be float32, the compute",
+        )
         for wrong in ("float16", int)
     ],
     *[
-        (given(mpx.autocast, product, "bf16", checkpoint=wrong), "`checkpoint` must be one of 'dots'")
+        (
+            given(mpx.autocast, product, "bf16", checkpoint=wrong),
+            "`checkpoint` must be one of 'dots'",
+        )
         for wrong in ("dot", "dots_saveable", 3)
     ],
     *[
@@ -64,17 +72,29 @@ VALUES = [
             ({"min_extent": -1}, "`min_extent` must be an integer of at least 0"),
         ]
     ],
-    (given(mpx.explain, product), r"`mpx.explain\(fun, 'bf16'\)`, or `--policy bf16` on the command line"),
-    (given(mpx.explain, mpx.autocast(product, "bf16"), "bf16"), "takes no policy for a function that `auto"),
+    (
+        given(mpx.explain, product),
+        r"`mpx.explain\(fun, 'bf16'\)`, or `--policy bf16` on the command line",
+    ),
+    (
+        given(mpx.explain, mpx.autocast(product, "bf16"), "bf16"),
+        "takes no policy for a function that `auto",
+    ),
     (
         lambda: mpx.value_and_grad(mpx.autocast(squared, "bf16"))(norm(), X),
-        r"lose the .*transform=nnx\.value_and.*: mean of the BatchNorm, var of the BatchNorm\.",
+        (
+            r"lose the .*transform=nnx\.value_and.*: mean of the BatchNorm, var of the"
+            r" BatchNorm\."
+        ),
     ),
 ]
 TYPES = [
     (given(mpx.autocast, X, "bf16"), "`autocast` needs a function, but got Array"),
     (given(mpx.full_precision, 3), "`full_precision` needs a function, but got int"),
-    *[(given(second_derivative, way), "put autocast around the inner gradient") for way in WAYS],
+    *[
+        (given(second_derivative, way), "put autocast around the inner gradient")
+        for way in WAYS
+    ],
 ]
 REFUSED = [(ValueError, *row) for row in VALUES] + [(TypeError, *row) for row in TYPES]
 

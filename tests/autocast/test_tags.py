@@ -1,8 +1,9 @@
 """The claims of a plan: a value is tagged if and only if a 16-bit dtype represents it.
 
-Every primitive with the rule `follow` has cases here: with representable operands (results of products), where the plan
-must say so, and with something else among them (an argument, a literal, a fill value), where it must not. The values
-come from the autocast function, and are held against NumPy's own casts.
+Every primitive with the rule `follow` has cases here: with representable operands
+(results of products), where the plan must say so, and with something else among them
+(an argument, a literal, a fill value), where it must not. The values come from the
+autocast function, and are held against NumPy's own casts.
 """
 
 import jax
@@ -46,7 +47,9 @@ def rows(*indices):
 
 def on_devices(fun, *, out=SPLIT, inputs=1):
     """Return a function of the eight devices' rows."""
-    return jax.shard_map(fun, mesh=eight_cpu_devices(), in_specs=(SPLIT,) * inputs, out_specs=out)
+    return jax.shard_map(
+        fun, mesh=eight_cpu_devices(), in_specs=(SPLIT,) * inputs, out_specs=out
+    )
 
 
 def exchanged(a, b):
@@ -58,7 +61,9 @@ def exchanged(a, b):
 UNARY = {
     "broadcast_in_dim": lambda x: lax.broadcast_in_dim(x, (2, 8, 4), (1, 2)),
     "copy": jnp.copy,
-    "dynamic_slice": lambda x: lax.dynamic_slice(x, (jnp.int32(1), jnp.int32(9)), (2, 2)),
+    "dynamic_slice": lambda x: lax.dynamic_slice(
+        x, (jnp.int32(1), jnp.int32(9)), (2, 2)
+    ),
     "gather": lambda x: x[rows(3, 0, 3)],
     "reshape": lambda x: x.reshape(32),
     "rev": lambda x: lax.rev(x, (0,)),
@@ -71,20 +76,30 @@ UNARY = {
     "transpose": lambda x: x.T,
     "unstack": lambda x: jnp.unstack(x, axis=1),
     "all_gather": on_devices(lambda x: lax.all_gather(x, "data")),
-    "all_gather_invariant": on_devices(lambda x: lax.all_gather(x, "data", tiled=True, to="invarying"), out=WHOLE),
+    "all_gather_invariant": on_devices(
+        lambda x: lax.all_gather(x, "data", tiled=True, to="invarying"), out=WHOLE
+    ),
     "ppermute": on_devices(lambda x: lax.ppermute(x, "data", [(0, 1)])),
     "pmax": on_devices(lambda x: lax.pmax(x, "data"), out=WHOLE),
     "pmin": on_devices(lambda x: lax.pmin(x, "data"), out=WHOLE),
-    "sharding_constraint": lambda x: lax.with_sharding_constraint(x, NamedSharding(eight_cpu_devices(), SPLIT)),
-    "layout_constraint": lambda x: layout.with_layout_constraint(x, layout.Layout((1, 0))),
+    "sharding_constraint": lambda x: lax.with_sharding_constraint(
+        x, NamedSharding(eight_cpu_devices(), SPLIT)
+    ),
+    "layout_constraint": lambda x: layout.with_layout_constraint(
+        x, layout.Layout((1, 0))
+    ),
     "name": lambda x: checkpoint_name(x, "x"),
     "stop_gradient": lax.stop_gradient,
     "cummax": lax.cummax,
     "cummin": lax.cummin,
     "reduce_max": lambda x: x.max(1),
     "reduce_min": lambda x: x.min(1),
-    "reduce_window_max": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (1, 1), "SAME"),
-    "reduce_window_min": lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2, 2), (1, 1), "SAME"),
+    "reduce_window_max": lambda x: lax.reduce_window(
+        x, -jnp.inf, lax.max, (2, 2), (1, 1), "SAME"
+    ),
+    "reduce_window_min": lambda x: lax.reduce_window(
+        x, jnp.inf, lax.min, (2, 2), (1, 1), "SAME"
+    ),
     "abs": jnp.abs,
     "neg": jnp.negative,
 }
@@ -94,7 +109,9 @@ BINARY = {
     "concatenate": lambda a, b: lax.concatenate([a, b], 0),
     "dynamic_update_slice": lambda a, b: lax.dynamic_update_slice(a, b[:2], (1, 0)),
     "scatter": lambda a, b: a.at[rows(0, 2)].set(b[:2]),
-    "select_n": lambda a, b: lax.select_n(rows(0, 1, 1, 0, 0, 1, 0, 1)[:, None].astype(bool) & (a == a), a, b),
+    "select_n": lambda a, b: lax.select_n(
+        rows(0, 1, 1, 0, 0, 1, 0, 1)[:, None].astype(bool) & (a == a), a, b
+    ),
     "pad": lambda a, b: lax.pad(a, b[0, 0], [(1, 2, 1), (-1, 0, 0)]),
     "all_to_all": exchanged,
     "max": lax.max,
@@ -108,13 +125,16 @@ WITH_A_NUMBER = {
     "gather": lambda y, v: y.at[rows(0, 99)].get(mode="fill", fill_value=v),
     "max": lambda y, v: lax.max(y, F32.type(v)),
     "pad": lambda y, v: lax.pad(y, jnp.float32(v), [(1, 0, 0), (0, 0, 0)]),
-    "pvary": lambda y, v: on_devices(lambda y: lax.pcast(full(v)[:1], "data", to="varying"))(y),
+    "pvary": lambda y, v: on_devices(
+        lambda y: lax.pcast(full(v)[:1], "data", to="varying")
+    )(y),
     "scatter": lambda y, v: y.at[rows(0, 2)].set(v),
     "select_n": lambda y, v: lax.select_n(y > 0, y, full(v)),
 }
 NUMBERS = {"0.5": ON, "nan": ON, "0.1": OFF, str(jnp.finfo(F32).max): OFF}
-# Others: of `y` and `z`, results of products, and `u`, an argument in float32, all (8, 4). A name, a function, and for
-# each result whether it is representable. The values of a case that is not show it.
+# Others: of `y` and `z`, results of products, and `u`, an argument in float32, all (8,
+# 4). A name, a function, and for each result whether it is representable. The values of
+# a case that is not show it.
 OTHERS = {
     "gather": [("clipped", lambda y, z, u: y.at[rows(0, 99)].get(mode="clip"), ON)],
     "scatter": [
@@ -122,28 +142,70 @@ OTHERS = {
         ("a function", lambda y, z, u: y.at[rows(0, 2)].apply(lambda v: v * 0.1), OFF),
     ],
     "select_n": [
-        ("three values", lambda y, z, u: lax.select_n(jnp.clip(u.astype(jnp.int32), 0, 2), y, z, y), ON),
-        ("a number", lambda y, z, u: lax.select_n(u[0, 0] > 9, F32.type(0.1), y[0, 0]), OFF),
+        (
+            "three values",
+            lambda y, z, u: lax.select_n(jnp.clip(u.astype(jnp.int32), 0, 2), y, z, y),
+            ON,
+        ),
+        (
+            "a number",
+            lambda y, z, u: lax.select_n(u[0, 0] > 9, F32.type(0.1), y[0, 0]),
+            OFF,
+        ),
     ],
     "sort": [
-        ("values by argument", lambda y, z, u: lax.sort((u, y), dimension=0, num_keys=1), (OFF, ON)),
-        ("argument by truth", lambda y, z, u: lax.sort((u > 0, u, z), dimension=0, num_keys=1)[1:], (OFF, ON)),
+        (
+            "values by argument",
+            lambda y, z, u: lax.sort((u, y), dimension=0, num_keys=1),
+            (OFF, ON),
+        ),
+        (
+            "argument by truth",
+            lambda y, z, u: lax.sort((u > 0, u, z), dimension=0, num_keys=1)[1:],
+            (OFF, ON),
+        ),
     ],
-    "device_put": [("two", lambda y, z, u: jax.device_put((y, u), jax.devices("cpu")[0]), (ON, OFF))],
+    "device_put": [
+        (
+            "two",
+            lambda y, z, u: jax.device_put((y, u), jax.devices("cpu")[0]),
+            (ON, OFF),
+        )
+    ],
     "convert_element_type": [
         ("truth values", lambda y, z, u: (y > 0).astype(F32), ON),
-        ("whole numbers", lambda y, z, u: (lax.iota(jnp.int32, 4) + 2047 * 257).astype(F32), OFF),
+        (
+            "whole numbers",
+            lambda y, z, u: (lax.iota(jnp.int32, 4) + 2047 * 257).astype(F32),
+            OFF,
+        ),
     ],
-    "optimization_barrier": [("three", lambda y, z, u: lax.optimization_barrier((y, u, z)), (ON, OFF, ON))],
+    "optimization_barrier": [
+        ("three", lambda y, z, u: lax.optimization_barrier((y, u, z)), (ON, OFF, ON))
+    ],
     "clamp": [
-        ("values", lambda y, z, u: lax.clamp(jnp.minimum(y, z), y, jnp.maximum(y, z)), ON),
+        (
+            "values",
+            lambda y, z, u: lax.clamp(jnp.minimum(y, z), y, jnp.maximum(y, z)),
+            ON,
+        ),
         ("an argument", lambda y, z, u: lax.clamp(u, y, full(jnp.inf)), OFF),
     ],
     # Numbers that no 16-bit format has: up to 2**17 and with a fraction.
-    "ceil": [("values", lambda y, z, u: lax.ceil(y), ON), ("argument", lambda y, z, u: lax.ceil(1e5 * u), OFF)],
-    "floor": [("values", lambda y, z, u: lax.floor(y), ON), ("argument", lambda y, z, u: lax.floor(1e5 * u), OFF)],
+    "ceil": [
+        ("values", lambda y, z, u: lax.ceil(y), ON),
+        ("argument", lambda y, z, u: lax.ceil(1e5 * u), OFF),
+    ],
+    "floor": [
+        ("values", lambda y, z, u: lax.floor(y), ON),
+        ("argument", lambda y, z, u: lax.floor(1e5 * u), OFF),
+    ],
     "round": [
-        ("values to even", lambda y, z, u: lax.round(y, lax.RoundingMethod.TO_NEAREST_EVEN), ON),
+        (
+            "values to even",
+            lambda y, z, u: lax.round(y, lax.RoundingMethod.TO_NEAREST_EVEN),
+            ON,
+        ),
         ("argument", lambda y, z, u: lax.round(1e5 * u), OFF),
     ],
     "sign": [("values", lambda y, z, u: lax.sign(y), ON)],
@@ -151,7 +213,9 @@ OTHERS = {
 
 
 def cases():
-    """Yield the name of a primitive, what it is applied to, a function of `y`, `z` and `u`, and its results' places."""
+    """Yield the name of a primitive, what it is applied to, a function of `y`, `z` and
+    `u`, and its results' places.
+    """
     for name, f in UNARY.items():
         yield name, "values", lambda y, z, u, f=f: f(y), ON
         yield name, "argument", lambda y, z, u, f=f: f(u), OFF
@@ -161,7 +225,12 @@ def cases():
         yield name, "argument first", lambda y, z, u, f=f: f(u, y), OFF
     for name, f in WITH_A_NUMBER.items():
         for number, lies in NUMBERS.items():
-            yield name, number, lambda y, z, u, f=f, number=number: f(y, float(number)), lies
+            yield (
+                name,
+                number,
+                lambda y, z, u, f=f, number=number: f(y, float(number)),
+                lies,
+            )
     for name, others in OTHERS.items():
         for what, fun, lies in others:
             yield name, what, fun, lies
@@ -180,11 +249,16 @@ NOT_HERE = {
     "broadcast_to",
 }
 
-FLAT = [pytest.param(name, fun, lies, id=f"{name}: {what}") for name, what, fun, lies in cases()]
+FLAT = [
+    pytest.param(name, fun, lies, id=f"{name}: {what}")
+    for name, what, fun, lies in cases()
+]
 
 
 def products(fun):
-    """Return a function of weights, rows and an argument that gives `fun` two products and the argument."""
+    """Return a function of weights, rows and an argument that gives `fun` two products
+    and the argument.
+    """
     return lambda w, x, u: fun(x @ w, (x * 2.0) @ w, u)
 
 
@@ -196,7 +270,9 @@ def claims_and_values(fun, dtype, *args, dtypes=None):
     """Return the claim of the plan about each result, and the result."""
     autocast = mpx.autocast(fun, dtype)
     plan = plan_of(autocast, *args, dtypes=dtypes)
-    return [tag.representable_in for tag in plan.out_tags], jax.tree.leaves(autocast(*args))
+    return [tag.representable_in for tag in plan.out_tags], jax.tree.leaves(
+        autocast(*args)
+    )
 
 
 def primitives_of(fun, *args):
@@ -228,8 +304,16 @@ def test_a_value_is_tagged_if_and_only_if_it_is_representable(primitive, fun, li
 @pytest.mark.parametrize("own", [BF16, F16], ids=str)
 @half_dtypes
 def test_a_view_of_16_bit_values_is_representable_in_their_own_dtype(dtype, own):
-    """Arguments, and casts in the function; also through the other 16-bit dtype, which rounds."""
-    fun = lambda a, x: (a[:7], x.astype(own).astype(F32), (x @ x.T).astype(own).astype(F32), a.T[1:], x)
+    """Arguments, and casts in the function; also through the other 16-bit dtype, which
+    rounds.
+    """
+    fun = lambda a, x: (
+        a[:7],
+        x.astype(own).astype(F32),
+        (x @ x.T).astype(own).astype(F32),
+        a.T[1:],
+        x,
+    )
     a, x = normal(0, 8, 4, dtype=own), normal(1, 4, 8)
     claims, values = claims_and_values(fun, dtype, a, x)
     assert claims == [own, own, own, own, None]
@@ -238,18 +322,31 @@ def test_a_view_of_16_bit_values_is_representable_in_their_own_dtype(dtype, own)
 
 
 CACHE = jnp.zeros((8, 4), BF16)
-# Functions of an argument in 16 bits and of numbers in float32, and whether the result is that argument, written to.
+# Functions of an argument in 16 bits and of numbers in float32, and whether the result
+# is that argument, written to.
 STORED = {
     "as it is": (lambda c, x: c, True),
     "other places": (lambda c, x: c.reshape(2, 4, 4).T, True),
     "set": (lambda c, x: c.at[1].set(jnp.sin(x[0]).astype(c.dtype)), True),
-    "dynamic_update_slice": (lambda c, x: lax.dynamic_update_slice(c, jnp.sin(x[:2]), (1, 0)), True),
+    "dynamic_update_slice": (
+        lambda c, x: lax.dynamic_update_slice(c, jnp.sin(x[:2]), (1, 0)),
+        True,
+    ),
     "one of two": (lambda c, x: jnp.where(x > 0, c.at[1].set(x[0]), c), True),
     "vmap": (jax.vmap(lambda c, x: c.at[1].set(x[0])), True),
     "jit": (jax.jit(lambda c, x: c.at[1].set(x[0])), True),
-    "carried": (lambda c, x: lax.fori_loop(0, 8, lambda i, c: c.at[i].set(jnp.sin(x[i])), c), True),
-    "slices": (lambda c, x: lax.scan(lambda _, r: (0, r[0].at[1].set(r[1][0])), 0, (c, x))[1], True),
-    "branches": (lambda c, x: lax.cond(x[0, 0] > 0, lambda: c.at[1].set(x[0]), lambda: c), True),
+    "carried": (
+        lambda c, x: lax.fori_loop(0, 8, lambda i, c: c.at[i].set(jnp.sin(x[i])), c),
+        True,
+    ),
+    "slices": (
+        lambda c, x: lax.scan(lambda _, r: (0, r[0].at[1].set(r[1][0])), 0, (c, x))[1],
+        True,
+    ),
+    "branches": (
+        lambda c, x: lax.cond(x[0, 0] > 0, lambda: c.at[1].set(x[0]), lambda: c),
+        True,
+    ),
     "through a function": (lambda c, x: c.at[1].set(x[0]) * 1.5, False),
     "sums": (lambda c, x: c.at[1].add(x[0]), False),
     "larger": (jnp.maximum, False),
@@ -257,35 +354,63 @@ STORED = {
     "a part": (lambda c, x: c[:4], False),
     "rows": (lambda c, x: c[jnp.arange(8)[::-1]], True),
     "rolled": (lambda c, x: jnp.roll(c, 1, 0).at[0].set(x[0].astype(c.dtype)), True),
-    "rows behind others": (lambda c, x: jnp.concatenate([c[1:], x[:1].astype(c.dtype)]), True),
-    "other numbers of its dtype": (lambda c, x: jnp.where(x > 0, x.astype(c.dtype), c), True),
-    "carried and rolled": (
-        lambda c, x: lax.fori_loop(0, 8, lambda i, c: jnp.concatenate([c[1:], x[:1].astype(c.dtype)]), c),
+    "rows behind others": (
+        lambda c, x: jnp.concatenate([c[1:], x[:1].astype(c.dtype)]),
         True,
     ),
-    "branches that roll": (lambda c, x: lax.cond(x[0, 0] > 0, lambda: jnp.roll(c, 1, 0), lambda: c), True),
+    "other numbers of its dtype": (
+        lambda c, x: jnp.where(x > 0, x.astype(c.dtype), c),
+        True,
+    ),
+    "carried and rolled": (
+        lambda c, x: lax.fori_loop(
+            0, 8, lambda i, c: jnp.concatenate([c[1:], x[:1].astype(c.dtype)]), c
+        ),
+        True,
+    ),
+    "branches that roll": (
+        lambda c, x: lax.cond(x[0, 0] > 0, lambda: jnp.roll(c, 1, 0), lambda: c),
+        True,
+    ),
     "through integers": (lambda c, x: c.astype(jnp.int32).astype(F32), False),
     "written into another": (lambda c, x: x.at[:4].set(c[:4]), False),
-    "a carry that a function changes": (lambda c, x: lax.fori_loop(0, 8, lambda i, c: jnp.sin(c), c), False),
-    "a branch that computes": (lambda c, x: lax.cond(x[0, 0] > 0, lambda: c + 1.5, lambda: c), False),
+    "a carry that a function changes": (
+        lambda c, x: lax.fori_loop(0, 8, lambda i, c: jnp.sin(c), c),
+        False,
+    ),
+    "a branch that computes": (
+        lambda c, x: lax.cond(x[0, 0] > 0, lambda: c + 1.5, lambda: c),
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_an_argument_that_is_written_to_keeps_its_dtype_and_all_else_is_float32(name):
-    """What is kept is the float32 result, rounded once. So for a view of a parameter: it is float32."""
+    """What is kept is the float32 result, rounded once. So for a view of a parameter:
+    it is float32.
+    """
     fun, keeps = STORED[name]
     x = normal(0, 8, 4)
-    result, wide = mpx.autocast(fun, "bf16")(CACHE, x), mpx.autocast(fun, "bf16")(CACHE.astype(F32), x)
+    result, wide = (
+        mpx.autocast(fun, "bf16")(CACHE, x),
+        mpx.autocast(fun, "bf16")(CACHE.astype(F32), x),
+    )
     assert result.dtype == (BF16 if keeps else F32)
     assert_same_bits(result, wide.astype(result.dtype))
-    (tag,) = plan_of(mpx.autocast(fun, "bf16"), CACHE.astype(F32), x, dtypes=(BF16, None)).out_tags
+    (tag,) = plan_of(
+        mpx.autocast(fun, "bf16"), CACHE.astype(F32), x, dtypes=(BF16, None)
+    ).out_tags
     assert tag.stored_in is None
 
 
 def test_only_float32_results_are_tagged():
-    """A tagged value is widened to float32 after it has travelled: a 16-bit result must stay what it was traced as."""
-    asked = lambda w, x: lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=BF16)
+    """A tagged value is widened to float32 after it has travelled: a 16-bit result must
+    stay what it was traced as.
+    """
+    asked = lambda w, x: lax.dot_general(
+        x, w, (((1,), (0,)), ((), ())), preferred_element_type=BF16
+    )
     for fun in (asked, lambda w, x: (x @ w).astype(BF16)):
         for dtype in (BF16, F16):
             plan = plan_of(mpx.autocast(fun, dtype), *operands()[:2])

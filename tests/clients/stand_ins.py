@@ -1,12 +1,14 @@
-"""Stand in for packages that MaxText, Tunix and Levanter import, and of which a small training run uses nothing."""
+"""Stand in for packages that MaxText, Tunix and Levanter import, and of which a small
+training run uses nothing.
+"""
 
 import importlib.abc
 import importlib.machinery
 import sys
 import types
 
-# Tokenizers, readers of data sets, quantization, kernels of TPUs, clusters, tables and pictures: 1.5 GB with what they
-# need.
+# Tokenizers, readers of data sets, quantization, kernels of TPUs, clusters, tables and
+# pictures: 1.5 GB with what they need.
 UNUSED = (
     "PIL", "aqt", "datasets", "deepdiff", "drjax", "finelog", "finestore", "fray", "git", "grain", "humanfriendly",
     "iris", "metrax", "ml_collections", "pandas", "pathwaysutils", "perfetto", "pyarrow", "pytimeparse", "qwix",
@@ -51,7 +53,11 @@ class _Package(types.ModuleType):
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname, path=None, target=None):
         is_unused = fullname.partition(".")[0] in UNUSED
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_unused else None
+        return (
+            importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+            if is_unused
+            else None
+        )
 
     def create_module(self, spec):
         return _Package(spec.name)

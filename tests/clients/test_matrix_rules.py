@@ -1,4 +1,6 @@
-"""Optimizers of other people that multiply matrices, inside of `mpx.whole_matrices` on eight devices."""
+"""Optimizers of other people that multiply matrices, inside of `mpx.whole_matrices` on
+eight devices.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,9 @@ import mpx
 
 RANDOM = np.random.default_rng(0)
 SHAPES = {"one": (32, 16), "other": (32, 16), "square": (16, 16), "bias": (24,)}
-PARAMS = {name: RANDOM.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+PARAMS = {
+    name: RANDOM.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()
+}
 
 
 def trained(tx, params, put=jnp.asarray):
@@ -24,7 +28,9 @@ def trained(tx, params, put=jnp.asarray):
 
     @jax.jit
     def step(i, params, state):
-        updates, state = tx.update(jax.tree.map(lambda p: jnp.sin((3 + i) * p), params), state, params)
+        updates, state = tx.update(
+            jax.tree.map(lambda p: jnp.sin((3 + i) * p), params), state, params
+        )
         return optax.apply_updates(params, updates), state
 
     for i in range(5):
@@ -34,7 +40,9 @@ def trained(tx, params, put=jnp.asarray):
 
 @pytest.fixture(autouse=True)
 def mesh():
-    """Set a mesh of eight devices in place of that which NetKet sets when another file imports it."""
+    """Set a mesh of eight devices in place of that which NetKet sets when another file
+    imports it.
+    """
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
         yield
 
@@ -45,11 +53,16 @@ def by_rows(x):
 
 
 def numbers(tree):
-    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+    return np.concatenate(
+        [np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)]
+    )
 
 
 def test_aura_with_muon_trains_on_eight_devices_as_on_one():
-    one, eight = trained(muon_aura(1e-2), PARAMS), trained(mpx.whole_matrices(muon_aura(1e-2)), PARAMS, by_rows)
+    one, eight = (
+        trained(muon_aura(1e-2), PARAMS),
+        trained(mpx.whole_matrices(muon_aura(1e-2)), PARAMS, by_rows),
+    )
     np.testing.assert_allclose(numbers(eight[0]), numbers(one[0]), rtol=0, atol=2e-6)
     np.testing.assert_allclose(numbers(eight[1]), numbers(one[1]), rtol=0, atol=5e-5)
     assert all(not x.sharding.is_fully_replicated for x in jax.tree.leaves(eight[0]))
@@ -59,7 +72,10 @@ def test_aura_with_muon_trains_on_eight_devices_as_on_one():
 
 def test_psgd_multiplies_several_leaves_in_one_operation_which_is_refused():
     tx = mpx.whole_matrices(psgdax.kron(1e-2))
-    with pytest.raises(ValueError, match=r"products of several leaves in one operation.*: one, other, square"):
+    with pytest.raises(
+        ValueError,
+        match=r"products of several leaves in one operation.*: one, other, square",
+    ):
         trained(tx, PARAMS, by_rows)
 
 

@@ -16,11 +16,17 @@ def inputs():
     generator = np.random.default_rng(0)
     features = generator.normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32)
     embedding = generator.normal(size=(ROWS, WIDTH)).astype(np.float32)
-    return features, embedding, generator.integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
+    return (
+        features,
+        embedding,
+        generator.integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32),
+    )
 
 
 def exact(features, embedding, targets, vocabulary=VOCABULARY):
-    """Loss of each token, and the mean's gradients, in float64 and from the formulas of a textbook."""
+    """Loss of each token, and the mean's gradients, in float64 and from the formulas of
+    a textbook.
+    """
     features, embedding = np.float64(features), np.float64(embedding)
     logits = features @ embedding[:vocabulary].T
     probabilities = np.exp(logits - logits.max(-1, keepdims=True))
@@ -34,7 +40,9 @@ def exact(features, embedding, targets, vocabulary=VOCABULARY):
 
 
 def loss_and_gradients(chunks):
-    return jax.value_and_grad(lambda *given: mean_loss(*given, vocabulary=VOCABULARY, chunks=chunks), (0, 1))
+    return jax.value_and_grad(
+        lambda *given: mean_loss(*given, vocabulary=VOCABULARY, chunks=chunks), (0, 1)
+    )
 
 
 def distance(actual, expected):
@@ -55,4 +63,10 @@ def test_loss_and_gradients_are_those_of_the_formula(chunks):
     assert distance(of_embedding, embedding_gradient) < 1e-6
     assert not np.asarray(of_embedding[VOCABULARY:]).any()  # rows that only pad it
     # Negative control: one token less in 64 is seen.
-    assert distance(exact(*(x[:, 1:] if x is not given[1] else x for x in given))[2], embedding_gradient) > 1e-3
+    assert (
+        distance(
+            exact(*(x[:, 1:] if x is not given[1] else x for x in given))[2],
+            embedding_gradient,
+        )
+        > 1e-3
+    )

@@ -1,4 +1,6 @@
-"""The GPT of the examples: one source for every precision, sizes as published, layouts that change no result."""
+"""The GPT of the examples: one source for every precision, sizes as published, layouts
+that change no result.
+"""
 
 import dataclasses
 
@@ -15,7 +17,9 @@ from tests.helpers import QUICKLY
 # Optax adds arrays of two dtypes, and Flax's norms arrays of two ranks.
 pytestmark = [pytest.mark.optax_promotion, pytest.mark.slow]  # real models are trained
 
-CONFIG = Config(width=32, depth=2, heads=2, context=8, vocabulary=20, vocabulary_multiple=16)
+CONFIG = Config(
+    width=32, depth=2, heads=2, context=8, vocabulary=20, vocabulary_multiple=16
+)
 
 
 def make(config):
@@ -27,7 +31,12 @@ def loss_of(config, graphdef):
     def loss_fn(params, tokens):
         model = nnx.merge(graphdef, params)
         targets = jnp.roll(tokens, 1, axis=1)
-        return mean_loss(model.features(tokens), model.token_embedding[...], targets, vocabulary=config.vocabulary)
+        return mean_loss(
+            model.features(tokens),
+            model.token_embedding[...],
+            targets,
+            vocabulary=config.vocabulary,
+        )
 
     return loss_fn
 
@@ -42,7 +51,9 @@ def reference(tokens):
     """Return loss and gradients of the plain model: unrolled, nothing computed again."""
     graphdef, params = make(CONFIG)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return jax.jit(jax.value_and_grad(loss_of(CONFIG, graphdef)), compiler_options=QUICKLY)(params, tokens)
+        return jax.jit(
+            jax.value_and_grad(loss_of(CONFIG, graphdef)), compiler_options=QUICKLY
+        )(params, tokens)
 
 
 def stacked(state):
@@ -58,10 +69,14 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("layers", "checkpoint"), LAYOUTS)
-def test_layout_and_checkpoints_change_neither_initial_weights_nor_gradients(layers, checkpoint, tokens, reference):
+def test_layout_and_checkpoints_change_neither_initial_weights_nor_gradients(
+    layers, checkpoint, tokens, reference
+):
     config = dataclasses.replace(CONFIG, layers=layers, checkpoint=checkpoint)
     graphdef, params = make(config)
-    loss, gradients = jax.jit(jax.value_and_grad(loss_of(config, graphdef)), compiler_options=QUICKLY)(params, tokens)
+    loss, gradients = jax.jit(
+        jax.value_and_grad(loss_of(config, graphdef)), compiler_options=QUICKLY
+    )(params, tokens)
 
     expected_loss, expected = reference
     assert loss == pytest.approx(float(expected_loss), rel=1e-6)
@@ -78,7 +93,11 @@ def test_layout_and_checkpoints_change_neither_initial_weights_nor_gradients(lay
     [
         ("gpt2-124m", "unrolled", 124_439_808),
         ("gpt2-124m", "scanned", 124_439_808),
-        ("gpt2-1.5b", "scanned", 1_557_611_200),  # 48 layers one by one take long to make
+        (
+            "gpt2-1.5b",
+            "scanned",
+            1_557_611_200,
+        ),  # 48 layers one by one take long to make
     ],
 )
 def test_presets_have_the_published_sizes(name, layers, count):

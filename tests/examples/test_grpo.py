@@ -1,4 +1,6 @@
-"""Check the example of reinforcement learning: sampler and trainer compute the same numbers."""
+"""Check the example of reinforcement learning: sampler and trainer compute the same
+numbers.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -28,21 +30,30 @@ def token_by_token(model, params, dtype):
 
 def distance(logits, others):
     """Return the mean difference of log probabilities."""
-    return float(jnp.abs(jax.nn.log_softmax(logits) - jax.nn.log_softmax(others)).mean())
+    return float(
+        jnp.abs(jax.nn.log_softmax(logits) - jax.nn.log_softmax(others)).mean()
+    )
 
 
 @pytest.mark.parametrize("recipe", ["bf16-autocast", "bf16-split", "f16-scaled"])
 def test_a_sampler_and_a_trainer_agree(recipe):
-    """Prefill, decoding, and the loss with its gradient. A control: a sampler without autocast is off by much more."""
+    """Prefill, decoding, and the loss with its gradient. A control: a sampler without
+    autocast is off by much more.
+    """
     policy = mpx.get_policy(recipe)
-    params, dtype = policy.cast_to_param(grpo.init_params(jax.random.key(0))), policy.compute_dtype
+    params, dtype = (
+        policy.cast_to_param(grpo.init_params(jax.random.key(0))),
+        policy.compute_dtype,
+    )
     model = mpx.autocast(grpo.logits_and_cache, recipe)
 
     def loss(params):
         logits = whole(model, params, dtype)
         return (jax.nn.log_softmax(logits) ** 2).mean(), logits
 
-    trained = jax.jit(mpx.value_and_grad(loss, mpx.StaticLossScale(8.0), has_aux=True))(params)[0][1]
+    trained = jax.jit(mpx.value_and_grad(loss, mpx.StaticLossScale(8.0), has_aux=True))(
+        params
+    )[0][1]
     run = jax.jit(model)
     sampled, prefilled = token_by_token(run, params, dtype), whole(run, params, dtype)
     assert max(distance(sampled, trained), distance(sampled, prefilled)) < 5e-5

@@ -1,4 +1,6 @@
-"""The examples of Flax Linen and Equinox run, and their tables say what their titles claim."""
+"""The examples of Flax Linen and Equinox run, and their tables say what their titles
+claim.
+"""
 
 import pytest
 

@@ -8,7 +8,9 @@ import optax
 import mpx
 from tests.helpers import assert_same_bits, unfused
 
-LARGE = 2048  # elements of what the tests take for large, so that kernels are interpreted on a few tiles
+# elements of what the tests take for large, so that kernels are interpreted on a few
+# tiles
+LARGE = 2048
 STEPS = 3
 SHAPES = {
     "large": (32, 64),  # two tiles, eight blocks
@@ -47,10 +49,11 @@ def no_extra_args(params, grads):
 
 
 def assert_same_steps(tx, params, gradients, extra_args=no_extra_args):
-    """Raise unless kernels give the bits of a plain step, step after step; return parameters and state after each.
+    """Raise unless kernels give the bits of a plain step, step after step; return
+    parameters and state after each.
 
-    Both are in one program, without fusion: products and sums are contracted into one operation or not, by what stands
-    around them.
+    Both are in one program, without fusion: products and sums are contracted into one
+    operation or not, by what stands around them.
     """
     state = tx.init(params)
     ways = plain_step(tx), mpx.fused_update(tx, interpret=True)

@@ -15,7 +15,9 @@ def test_what_an_optimizer_prints_is_printed_once(capfd):
         jax.debug.print("norm {}", optax.tree.norm(updates).astype(np.int32))
         return updates, state
 
-    tx = optax.chain(optax.GradientTransformation(lambda params: (), update), optax.sgd(0.5))
+    tx = optax.chain(
+        optax.GradientTransformation(lambda params: (), update), optax.sgd(0.5)
+    )
     step = jax.jit(mpx.fused_update(tx, interpret=True))
     jax.block_until_ready(step(PARAMS, tx.init(PARAMS), PARAMS))
     jax.effects_barrier()
@@ -27,8 +29,13 @@ def test_a_result_that_stands_in_a_state_twice_takes_one_place():
         mean = jax.tree.map(lambda a, b, new: 0.25 * (a + b + 2 * new), *state, updates)
         return mean, (mean, mean)
 
-    both = lambda params: (jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, params))
+    both = lambda params: (
+        jax.tree.map(jnp.copy, params),
+        jax.tree.map(jnp.copy, params),
+    )
     tx = optax.GradientTransformation(both, update)
-    params, state = jax.jit(mpx.fused_update(tx, interpret=True))(PARAMS, tx.init(PARAMS), PARAMS)
+    params, state = jax.jit(mpx.fused_update(tx, interpret=True))(
+        PARAMS, tx.init(PARAMS), PARAMS
+    )
     for result, factor in ((params, 2), (state[0], 1), (state[1], 1)):
         np.testing.assert_array_equal(result["w"], factor * PARAMS["w"])

@@ -26,26 +26,45 @@ def integers(seed, shapes=SHAPES):
 
 
 def on_devices(count):
-    return jax.set_mesh(jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=jax.devices()[:count]))
+    return jax.set_mesh(
+        jax.make_mesh(
+            (count,), ("data",), (AxisType.Auto,), devices=jax.devices()[:count]
+        )
+    )
 
 
 def results_of_sums(step, *args):
     """Return how many arrays each sum of a step to one number adds up."""
     eqns = all_eqns(jax.make_jaxpr(step)(*args))
     names = "reduce", "reduce_sum"
-    return sorted(len(e.outvars) for e in eqns if e.primitive.name in names and e.outvars[0].aval.shape == ())
+    return sorted(
+        len(e.outvars)
+        for e in eqns
+        if e.primitive.name in names and e.outvars[0].aval.shape == ()
+    )
 
 
-@pytest.mark.parametrize("tx", [CLIPPED, OF_EACH_LEAF], ids=["clipping", "a norm of each leaf"])
+@pytest.mark.parametrize(
+    "tx", [CLIPPED, OF_EACH_LEAF], ids=["clipping", "a norm of each leaf"]
+)
 def test_a_step_has_the_bits_of_one_whose_sums_are_computed_one_by_one(tx):
     with on_devices(1):
         assert_same_steps(tx, integers(0), [integers(1)])
 
 
 def test_arrays_of_one_shape_are_added_up_in_one_operation_on_one_device_only():
-    """Two arrays of each of two shapes, and one of another shape. The sum of a scalar is left as it is."""
+    """Two arrays of each of two shapes, and one of another shape. The sum of a scalar
+    is left as it is.
+    """
     params = integers(0)
-    step, args = mpx.fused_update(CLIPPED, interpret=True), (params, CLIPPED.init(params), params)
+    step, args = (
+        mpx.fused_update(CLIPPED, interpret=True),
+        (
+            params,
+            CLIPPED.init(params),
+            params,
+        ),
+    )
     with on_devices(1):
         assert results_of_sums(step, *args) == [1, 1, 2, 2]
     with on_devices(2):
@@ -54,7 +73,14 @@ def test_arrays_of_one_shape_are_added_up_in_one_operation_on_one_device_only():
 
 def test_a_sum_that_one_leaf_needs_is_computed_with_its_terms():
     params = integers(0)
-    step, args = mpx.fused_update(OF_EACH_LEAF, interpret=True), (params, OF_EACH_LEAF.init(params), params)
+    step, args = (
+        mpx.fused_update(OF_EACH_LEAF, interpret=True),
+        (
+            params,
+            OF_EACH_LEAF.init(params),
+            params,
+        ),
+    )
     with on_devices(1):
         assert set(results_of_sums(step, *args)) == {1}
 

@@ -1,6 +1,8 @@
-"""Check which operations of one element Triton can compute: a leaf with another one is left to XLA.
+"""Check which operations of one element Triton can compute: a leaf with another one is
+left to XLA.
 
-A kernel of one operation is lowered for a GPU, which needs no GPU and none of its libraries.
+A kernel of one operation is lowered for a GPU, which needs no GPU and none of its
+libraries.
 """
 
 import jax
@@ -21,8 +23,9 @@ SIZE = 2048
 FLOATS = ("float32", "bfloat16", "float16")
 INTEGERS = ("int32", "uint8", "uint16")
 UNARY = (
-    "abs acos acosh asin asinh atan atanh cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor is_finite "
-    "lgamma log log1p logistic neg rsqrt sign sin sinh sqrt square tan tanh"
+    "abs acos acosh asin asinh atan atanh cbrt ceil cos cosh digamma erf erf_inv erfc"
+    " exp exp2 expm1 floor is_finite lgamma log log1p logistic neg rsqrt sign sin sinh"
+    " sqrt square tan tanh"
 ).split()
 BINARY = "add atan2 div eq ge gt le lt max min mul ne nextafter pow rem sub".split()
 BITWISE = "and or xor".split()
@@ -34,9 +37,17 @@ OPERATIONS = {
     **{name: (getattr(lax, name), 2, INTEGERS) for name in SHIFTS},
     "not": (lax.bitwise_not, 1, INTEGERS),
     "add_any": (lambda x, y: jax.vjp(lambda x: x * y + x, x)[1](x)[0], 2, FLOATS),
-    "bitcast_convert_type": (lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"), 1, FLOATS),
+    "bitcast_convert_type": (
+        lambda x: lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}"),
+        1,
+        FLOATS,
+    ),
     "clamp": (lambda x: lax.clamp(x, x + x, x), 1, FLOATS),
-    "convert_element_type": (lambda x: x.astype(np.uint8).astype(x.dtype), 1, (*FLOATS, "int32")),
+    "convert_element_type": (
+        lambda x: x.astype(np.uint8).astype(x.dtype),
+        1,
+        (*FLOATS, "int32"),
+    ),
     "integer_pow": (lambda x: lax.integer_pow(x, -2), 1, FLOATS),
     "reduce_precision": (lambda x: lax.reduce_precision(x, 5, 2), 1, FLOATS),
     "round": (lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN), 1, FLOATS),
@@ -47,13 +58,16 @@ OPERATIONS = {
     "reduce_or": (lambda x: in_blocks(x > 0, jnp.any).astype(x.dtype), 1, FLOATS),
 }
 COMPLEX = {"conj", "imag", "real"}
-# Of later releases of JAX: in kernels they are products and sums, or do not occur (derivatives).
+# Of later releases of JAX: in kernels they are products and sums, or do not occur
+# (derivatives).
 BY_OTHER_NAMES = {"one_minus_square", "polynomial", "reciprocal"}
 
 
 def in_blocks(x, reduce):
     blocks = x.reshape(-1, 256)
-    return jnp.broadcast_to(reduce(blocks, axis=1, keepdims=True), blocks.shape).reshape(x.shape)
+    return jnp.broadcast_to(
+        reduce(blocks, axis=1, keepdims=True), blocks.shape
+    ).reshape(x.shape)
 
 
 def part_of(name, dtype):
@@ -70,7 +84,10 @@ def part_of(name, dtype):
 
 
 def lower(part):
-    arrays = [jax.ShapeDtypeStruct((SIZE // part.width, columns(v, part)), v.aval.dtype) for v in part.arrays]
+    arrays = [
+        jax.ShapeDtypeStruct((SIZE // part.width, columns(v, part)), v.aval.dtype)
+        for v in part.arrays
+    ]
     run = jax.jit(lambda *arrays: in_a_kernel(part, {}, False, list(arrays), []))
     with on_an_absent_gpu():
         run.trace(*arrays).lower(lowering_platforms=("cuda",))
@@ -96,5 +113,11 @@ def test_triton_computes_what_a_part_may_hold(name, dtype, monkeypatch):
 
 
 def test_every_operation_that_a_part_may_hold_is_tried():
-    elementwise = {name for name, facts in PRIMITIVES.items() if facts.elementwise and facts.moves != "same"}
-    assert elementwise - COMPLEX - BY_OTHER_NAMES - {"value_with_derivative_of"} <= set(OPERATIONS)  # autocast's own
+    elementwise = {
+        name
+        for name, facts in PRIMITIVES.items()
+        if facts.elementwise and facts.moves != "same"
+    }
+    assert elementwise - COMPLEX - BY_OTHER_NAMES - {"value_with_derivative_of"} <= set(
+        OPERATIONS
+    )  # autocast's own

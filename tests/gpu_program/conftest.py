@@ -11,7 +11,9 @@ from mpx.tools.program.targets import target_devices
 @pytest.fixture(scope="session")
 def h200():
     """Return eight GPUs to compile for."""
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    if not any(
+        importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)
+    ):
         pytest.skip('the compiler for GPUs is missing: pip install ".[compiler]"')
     return target_devices("h200", 8)
 

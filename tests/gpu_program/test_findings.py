@@ -1,4 +1,6 @@
-"""Check what findings say of programs for GPUs: of faults that users write, and nothing where there is none."""
+"""Check what findings say of programs for GPUs: of faults that users write, and nothing
+where there is none.
+"""
 
 import dataclasses
 import functools
@@ -28,15 +30,24 @@ def on(devices, shape, dtype=F32, spec=None, kind=AxisType.Explicit):
 
 def found(step, *args, target="h200", donate=0):
     """Return the beginnings of the findings of a program."""
-    return [finding.what for finding in mpx.step_report(step, *args, target=target, donate_argnums=donate).findings]
+    return [
+        finding.what
+        for finding in mpx.step_report(
+            step, *args, target=target, donate_argnums=donate
+        ).findings
+    ]
 
 
 def descent(loss):
-    return lambda w, x: jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), w, jax.grad(loss)(w, x))
+    return lambda w, x: jax.tree.map(
+        lambda p, g: (p - 0.1 * g).astype(p.dtype), w, jax.grad(loss)(w, x)
+    )
 
 
 def two_layers(gathered):
-    """Return a loss of two layers in bfloat16, cast by hand, whose weights `gathered` makes whole."""
+    """Return a loss of two layers in bfloat16, cast by hand, whose weights `gathered`
+    makes whole.
+    """
 
     def loss(w, x):
         for weight in w:
@@ -47,7 +58,9 @@ def two_layers(gathered):
 
 
 def sharded(devices):
-    weights = [on(devices, shape, spec=P("data")) for shape in ((2048, 8192), (8192, 2048))]
+    weights = [
+        on(devices, shape, spec=P("data")) for shape in ((2048, 8192), (8192, 2048))
+    ]
     return weights, on(devices, (4096, 2048), spec=P("data"))
 
 
@@ -66,24 +79,39 @@ KEPT = "Weights that were gathered for the forward pass are kept for the backwar
     [
         (
             two_layers(lambda w: everywhere(w).astype(BF16)),
-            [SUMS, PARTS, KEPT, "Devices send float32 arrays that are rounded to bf16 right after"],
+            [
+                SUMS,
+                PARTS,
+                KEPT,
+                "Devices send float32 arrays that are rounded to bf16 right after",
+            ],
         ),
         (two_layers(lambda w: everywhere(w.astype(BF16))), [SUMS, KEPT]),
-        (used_in_float32_too, [SUMS, PARTS, "Devices gather float32 arrays that are used in float32"]),
+        (
+            used_in_float32_too,
+            [SUMS, PARTS, "Devices gather float32 arrays that are used in float32"],
+        ),
     ],
     ids=["cast after", "cast before", "used in float32 too"],
 )
 def test_weights_that_are_gathered(h200, loss, beginnings):
     """Plain JAX adds up the gradients of a bfloat16 weight in bfloat16."""
     findings = found(descent(loss), *sharded(h200))
-    assert [what[: len(beginning)] for what, beginning in zip(findings, beginnings, strict=True)] == beginnings
+    assert [
+        what[: len(beginning)]
+        for what, beginning in zip(findings, beginnings, strict=True)
+    ] == beginnings
 
 
 def kept_weights(devices, loss, kind):
-    """Return the bytes of gathered weights that four layers of 2,048 x 2,048 keep between the passes."""
+    """Return the bytes of gathered weights that four layers of 2,048 x 2,048 keep
+    between the passes.
+    """
     w = [on(devices, (2048, 2048), spec=P("data"), kind=kind) for _ in range(4)]
     x = on(devices, (8 * 4096, 2048), spec=P("data"), kind=kind)
-    findings = mpx.step_report(descent(loss), w, x, target="h200", donate_argnums=0).findings
+    findings = mpx.step_report(
+        descent(loss), w, x, target="h200", donate_argnums=0
+    ).findings
     return [finding.bytes for finding in findings if finding.what.startswith(KEPT)]
 
 
@@ -96,10 +124,18 @@ def test_gathered_weights_are_kept_unless_the_remedy_gathers_them_again(h200):
     """The backward pass needs all but the first."""
     by_hand = two_layers(lambda w: w.astype(BF16))  # XLA gathers them by itself
     assert kept_weights(h200, by_hand, AxisType.Auto) == [3 * 2 * 2048**2]
-    for gathered, kind in ((everywhere, AxisType.Explicit), (constrained, AxisType.Auto)):
-        assert kept_weights(h200, mpx.autocast(in_float32(gathered), "bf16"), kind) == [3 * 2 * 2048**2]
+    for gathered, kind in (
+        (everywhere, AxisType.Explicit),
+        (constrained, AxisType.Auto),
+    ):
+        assert kept_weights(h200, mpx.autocast(in_float32(gathered), "bf16"), kind) == [
+            3 * 2 * 2048**2
+        ]
         for policy in (None, jax.checkpoint_policies.dots_saveable):
-            again = mpx.autocast(in_float32(gathered, functools.partial(jax.checkpoint, policy=policy)), "bf16")
+            again = mpx.autocast(
+                in_float32(gathered, functools.partial(jax.checkpoint, policy=policy)),
+                "bf16",
+            )
             assert kept_weights(h200, again, kind) == []
 
 
@@ -110,31 +146,51 @@ def scanned(w, x):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_peak_that_does_not_fit_holds_the_residual_stream_and_gradients(h200, dtype):
-    """16 layers of two matrices of 1,024 x 1,024. The norm of all gradients needs all of them at once."""
+    """16 layers of two matrices of 1,024 x 1,024. The norm of all gradients needs all
+    of them at once.
+    """
 
     def step(w, x):
         grads = mpx.grad(mpx.autocast(scanned, "bf16"), grad_dtype=dtype)(w, x)
         norm = jnp.sqrt(sum(jnp.sum(g.astype(F32) ** 2) for g in grads))
-        return [(p - 0.1 * g / norm).astype(p.dtype) for p, g in zip(w, grads, strict=True)]
+        return [
+            (p - 0.1 * g / norm).astype(p.dtype) for p, g in zip(w, grads, strict=True)
+        ]
 
-    w, x = [on(h200, (16, 1024, 1024), BF16, P(None, "data"))] * 2, on(h200, (8 * 512, 1024), spec=P("data"))
+    w, x = (
+        [on(h200, (16, 1024, 1024), BF16, P(None, "data"))] * 2,
+        on(h200, (8 * 512, 1024), spec=P("data")),
+    )
     small = dataclasses.replace(TARGETS["h200"], memory_bytes=5 * 10**7)
-    stream, *others = mpx.step_report(step, w, x, target=small, donate_argnums=0).findings
-    assert stream.what.endswith(" is above the 0.0375 GB that JAX takes of one H200. It holds 1 x f32[16,512,1024]")
+    stream, *others = mpx.step_report(
+        step, w, x, target=small, donate_argnums=0
+    ).findings
+    assert stream.what.endswith(
+        " is above the 0.0375 GB that JAX takes of one H200. It holds 1 x"
+        " f32[16,512,1024]"
+    )
     assert stream.source.startswith("tests/gpu_program/test_findings.py:")
     assert "mpx.checkpoint" in stream.remedy
     name = {F32: "f32", BF16: "bf16"}[dtype]
-    (gradients,) = (finding for finding in others if finding.what.endswith(f"2 x {name}[16,128,1024]"))
+    (gradients,) = (
+        finding
+        for finding in others
+        if finding.what.endswith(f"2 x {name}[16,128,1024]")
+    )
     assert gradients.bytes == 2 * 16 * 128 * 1024 * np.dtype(dtype).itemsize
     assert ("grad_dtype" in gradients.remedy) == (dtype == F32)
 
 
 def closes_over_float32(w, x):
-    return jnp.mean((jnp.tanh(x @ w) @ np.ones((2048, 2048), np.float32)).astype(BF16) @ w)
+    return jnp.mean(
+        (jnp.tanh(x @ w) @ np.ones((2048, 2048), np.float32)).astype(BF16) @ w
+    )
 
 
 def has_cotangents_in_float32(w, x):
-    """The cotangent of a float32 result is float32, and so are both products of the backward pass."""
+    """The cotangent of a float32 result is float32, and so are both products of the
+    backward pass.
+    """
     return jnp.mean(jax.nn.gelu(jnp.dot(x, w, preferred_element_type=F32)) ** 2)
 
 
@@ -165,13 +221,19 @@ def test_a_step_that_calls_python_is_refused_for_a_device_that_is_not_here(h200)
 
 
 @pytest.mark.parametrize(
-    ("rule", "count"), [(optax.contrib.muon(1e-3), 1), (optax.adamw(1e-3), 0)], ids=["muon", "adamw"]
+    ("rule", "count"),
+    [(optax.contrib.muon(1e-3), 1), (optax.adamw(1e-3), 0)],
+    ids=["muon", "adamw"],
 )
-def test_products_of_a_rule_that_devices_send_are_found_and_none_of_the_loss(h200, rule, count):
+def test_products_of_a_rule_that_devices_send_are_found_and_none_of_the_loss(
+    h200, rule, count
+):
     params = {"up": on(h200, (1024, 4096), spec=P("data"), kind=AxisType.Auto)}
     x = on(h200, (1024, 1024), spec=P("data"), kind=AxisType.Auto)
     shapes = {"up": jax.ShapeDtypeStruct((1024, 4096), F32)}
-    divided = lambda leaf: on(h200, leaf.shape, leaf.dtype, P("data") if leaf.ndim > 1 else P(), AxisType.Auto)
+    divided = lambda leaf: on(
+        h200, leaf.shape, leaf.dtype, P("data") if leaf.ndim > 1 else P(), AxisType.Auto
+    )
     state = jax.tree.map(divided, jax.eval_shape(rule.init, shapes))
     loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["up"]))
 
@@ -181,5 +243,9 @@ def test_products_of_a_rule_that_devices_send_are_found_and_none_of_the_loss(h20
 
     beginnings = found(step, params, state, x, donate=(0, 1))
     assert (
-        sum(what.startswith("A rule multiplies matrices that lie on several devices") for what in beginnings) == count
+        sum(
+            what.startswith("A rule multiplies matrices that lie on several devices")
+            for what in beginnings
+        )
+        == count
     )

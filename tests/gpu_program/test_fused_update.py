@@ -1,4 +1,5 @@
-"""Check what one AdamW step of `fused_update` moves on a GPU, in the program that XLA compiles for it.
+"""Check what one AdamW step of `fused_update` moves on a GPU, in the program that XLA
+compiles for it.
 
 The tensors are those of `test_optimizer_steps.py`. Figures are of jax 0.10.2.
 """
@@ -17,7 +18,9 @@ pytestmark = pytest.mark.optax_promotion
 
 MOMENTS = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
 EIGHT_BITS = mpx.low_precision_state(ADAMW, MOMENTS)
-FOUR_BITS = mpx.low_precision_state(ADAMW, MOMENTS | {"mu": mpx.Blockwise4bit()}, key=jax.random.key(0))
+FOUR_BITS = mpx.low_precision_state(
+    ADAMW, MOMENTS | {"mu": mpx.Blockwise4bit()}, key=jax.random.key(0)
+)
 IN_24_BITS = {"storage": "split24", "key": jax.random.key(1)}
 STEPS = {
     **{name: (*recipe, MOVED[name]) for name, recipe in RECIPES.items() if name in ("split", "Kahan, bf16 moments")},
@@ -38,14 +41,22 @@ def on_a_gpu(monkeypatch):
 
 
 def report_of(dtype, tx, in_order=True):
-    """Return the parameters and the report of a step that takes parameters and state in the order of its results."""
+    """Return the parameters and the report of a step that takes parameters and state in
+    the order of its results.
+    """
     is_shape = lambda x: isinstance(x, tuple)
-    params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), SHAPES, is_leaf=is_shape)
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), SHAPES, is_leaf=is_shape
+    )
     fused, state = mpx.fused_update(tx), jax.eval_shape(tx.init, params)
     if not in_order:
-        return params, mpx.step_report(fused, params, state, params, target="h200", donate_argnums=(1, 2))
+        return params, mpx.step_report(
+            fused, params, state, params, target="h200", donate_argnums=(1, 2)
+        )
     step = lambda params, state, grads: fused(grads, state, params)
-    return params, mpx.step_report(step, params, state, params, target="h200", donate_argnums=(0, 1))
+    return params, mpx.step_report(
+        step, params, state, params, target="h200", donate_argnums=(0, 1)
+    )
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -58,11 +69,15 @@ def test_a_step_moves_what_it_must_in_a_kernel_a_tensor(name, h200, on_a_gpu):
     assert report.temporary_bytes < 0.01 * sum(sizes)
     ours = [kernel for kernel in report.kernels if "triton" in kernel.operation]
     assert len(ours) == sum(size >= SMALL for size in sizes)
-    assert report.kernel_count <= len(sizes) + (20 if "clipped" in name else 8)  # a norm by shapes; keys take a few
+    assert report.kernel_count <= len(sizes) + (
+        20 if "clipped" in name else 8
+    )  # a norm by shapes; keys take a few
 
 
 def test_results_in_another_order_than_what_is_donated_are_copied(h200, on_a_gpu):
-    """JAX gives donated memory to results of the same type in turn: here that of moments to parameters."""
+    """JAX gives donated memory to results of the same type in turn: here that of
+    moments to parameters.
+    """
     params, report = report_of(*RECIPES["f32"], in_order=False)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert report.moved_bytes / count > 60

@@ -1,6 +1,8 @@
-"""Check that a step of a leaf moves as much an element above 2**31 elements as below, in the program for an H200.
+"""Check that a step of a leaf moves as much an element above 2**31 elements as below,
+in the program for an H200.
 
-The leaves are stacks of matrices of a Llama of 70 billion parameters. Figures are of jax 0.10.2.
+The leaves are stacks of matrices of a Llama of 70 billion parameters. Figures are of
+jax 0.10.2.
 """
 
 import jax
@@ -31,13 +33,23 @@ def on_a_gpu(monkeypatch):
 
 
 def per_element(step, layers, sharding=None):
-    """Return the bytes that a step moves and holds beside its arguments, an element of a device's part of a leaf."""
-    params = {"w": jax.ShapeDtypeStruct((layers, 8192, 28672), jnp.bfloat16, sharding=sharding)}
+    """Return the bytes that a step moves and holds beside its arguments, an element of
+    a device's part of a leaf.
+    """
+    params = {
+        "w": jax.ShapeDtypeStruct(
+            (layers, 8192, 28672), jnp.bfloat16, sharding=sharding
+        )
+    }
     state = jax.eval_shape(TX.init, params)
     if sharding:
-        placed = lambda x: x.update(sharding=sharding if x.ndim else NamedSharding(sharding.mesh, P()))
+        placed = lambda x: x.update(
+            sharding=sharding if x.ndim else NamedSharding(sharding.mesh, P())
+        )
         state = jax.tree.map(placed, state)
-    report = mpx.step_report(step, params, state, params, target="h200", donate_argnums=(0, 1))
+    report = mpx.step_report(
+        step, params, state, params, target="h200", donate_argnums=(0, 1)
+    )
     size = params["w"].size // (sharding.num_devices if sharding else 1)
     return report.moved_bytes / size, report.temporary_bytes / size
 
@@ -46,14 +58,20 @@ def per_element(step, layers, sharding=None):
 def test_a_kernel_moves_what_it_must(h200, layers):
     params = {"w": jax.ShapeDtypeStruct((layers, 8192, 28672), jnp.bfloat16)}
     assert [row.runs for row in FUSED.plan(params).rows] == ["a kernel"]
-    moved, temporary = per_element(lambda params, state, grads: FUSED(grads, state, params), layers)
+    moved, temporary = per_element(
+        lambda params, state, grads: FUSED(grads, state, params), layers
+    )
     assert moved == pytest.approx(14.06, abs=0.01)
     assert temporary < 0.01
 
 
 def test_each_of_eight_devices_runs_a_kernel_on_its_part_of_a_leaf_of_80_layers(h200):
-    sharding = NamedSharding(Mesh(np.array(h200), ("data",), axis_types=(AxisType.Auto,)), P("data"))
-    moved, temporary = per_element(lambda params, state, grads: FUSED(grads, state, params), 80, sharding)
+    sharding = NamedSharding(
+        Mesh(np.array(h200), ("data",), axis_types=(AxisType.Auto,)), P("data")
+    )
+    moved, temporary = per_element(
+        lambda params, state, grads: FUSED(grads, state, params), 80, sharding
+    )
     assert moved == pytest.approx(14.06, abs=0.01)
     assert temporary < 0.01
 
@@ -65,7 +83,9 @@ def test_xla_writes_no_moment_in_float32(h200, layers, expected):
     assert temporary < 0.15
 
 
-def test_xla_would_write_both_moments_of_a_leaf_whose_scales_are_larger_than_the_cache(h200, monkeypatch):
+def test_xla_would_write_both_moments_of_a_leaf_whose_scales_are_larger_than_the_cache(
+    h200, monkeypatch
+):
     """The negative control, of another size than above: traces are kept by shape."""
     monkeypatch.setattr(blocks, "_CACHED", 2**40)
     moved, temporary = per_element(stepper(TX), 17)

@@ -1,4 +1,5 @@
-"""Check that AdamW trains 70 billion parameters of a Llama on eight GPUs, in the programs that XLA compiles for them.
+"""Check that AdamW trains 70 billion parameters of a Llama on eight GPUs, in the
+programs that XLA compiles for them.
 
 4,096 tokens a GPU. Figures are of jax 0.10.2.
 """
@@ -20,20 +21,37 @@ GIB = 2**30
     ("target", "recipe", "options", "peak"),
     [
         ("h200", "bf16-split24-8bit", {"grad_dtype": "float32"}, 83.6),
-        ("h100", "bf16-split24-4bit", {"grad_dtype": "bf16", "attention": "cudnn"}, 61.7),
+        (
+            "h100",
+            "bf16-split24-4bit",
+            {"grad_dtype": "bf16", "attention": "cudnn"},
+            61.7,
+        ),
     ],
 )
-def test_adamw_trains_seventy_billion_parameters_on_eight_gpus(h200, target, recipe, options, peak):
+def test_adamw_trains_seventy_billion_parameters_on_eight_gpus(
+    h200, target, recipe, options, peak
+):
     gpus, kept = target_devices(target, 8), mpx.Blockwise8bit()
     with flash_attention():
-        step, arguments, _ = llama.step_and_arguments("70B", recipe, gpus, kept=kept, **options)
+        step, arguments, _ = llama.step_and_arguments(
+            "70B", recipe, gpus, kept=kept, **options
+        )
         report = mpx.step_report(step, *arguments, target=target)
     count = sum(leaf.size for leaf in jax.tree.leaves(arguments[0]))
     assert count == 70_553_706_496
     assert report.peak_bytes / GIB == pytest.approx(peak, abs=1)
     assert report.peak_bytes < report.target.memory_bytes
-    # 7/8 of each weight is gathered in each pass, and of its gradient added up once; the head twice, the embedding not.
-    sent = {name: n / count for name, n in report.sent_by_kind.items() if n > count // 10}
-    assert sent == {"all-gather bf16": pytest.approx(3.5, abs=0.05), "reduce-scatter f32": pytest.approx(3.5, abs=0.05)}
+    # 7/8 of each weight is gathered in each pass, and of its gradient added up once;
+    # the head twice, the embedding not.
+    sent = {
+        name: n / count for name, n in report.sent_by_kind.items() if n > count // 10
+    }
+    assert sent == {
+        "all-gather bf16": pytest.approx(3.5, abs=0.05),
+        "reduce-scatter f32": pytest.approx(3.5, abs=0.05),
+    }
     assert bool(report.findings) == (report.peak_bytes > report.target.usable_bytes)
-    assert all("that JAX takes" in finding.what for finding in report.findings)  # 75%: an H100 must give more of it
+    assert all(
+        "that JAX takes" in finding.what for finding in report.findings
+    )  # 75%: an H100 must give more of it

@@ -1,4 +1,6 @@
-"""Recipes as one would write them by hand, with casts there and back in place of mpx's roundings: they are controls."""
+"""Recipes as one would write them by hand, with casts there and back in place of mpx's
+roundings: they are controls.
+"""
 
 import functools
 
@@ -29,7 +31,9 @@ def full_with_casts(p, master, update):
 
 
 def with_casts(rounded, start):
-    """Return a recipe: `start` is kept of a parameter; `rounded` makes new ones of a parameter, that, and an update."""
+    """Return a recipe: `start` is kept of a parameter; `rounded` makes new ones of a
+    parameter, that, and an update.
+    """
 
     def init(rule, params):
         return rule.init(jax.tree.map(to_float32, params)), jax.tree.map(start, params)
@@ -38,11 +42,15 @@ def with_casts(rounded, start):
         updates, wide = jax.tree.map(to_float32, (updates, params))
         updates, inner = rule.update(updates, state[0], wide)
         new, kept = jax.tree.transpose(
-            jax.tree.structure(params), jax.tree.structure((0, 0)), jax.tree.map(rounded, wide, state[1], updates)
+            jax.tree.structure(params),
+            jax.tree.structure((0, 0)),
+            jax.tree.map(rounded, wide, state[1], updates),
         )
         return jax.tree.map(lambda n, p: to_float32(n) - p, new, wide), (inner, kept)
 
-    return lambda rule: optax.GradientTransformation(functools.partial(init, rule), functools.partial(update, rule))
+    return lambda rule: optax.GradientTransformation(
+        functools.partial(init, rule), functools.partial(update, rule)
+    )
 
 
 WITH_CASTS = {

@@ -1,6 +1,8 @@
-"""A training run whose parameters are sharded over all devices, of one process or of several.
+"""A training run whose parameters are sharded over all devices, of one process or of
+several.
 
-It has split masters, moments in 8 bits, and a loss scale; its second step is skipped. A second run is by Muon.
+It has split masters, moments in 8 bits, and a loss scale; its second step is skipped. A
+second run is by Muon.
 
 python -m tests.parallel.fsdp FOLDER ADDRESS COUNT INDEX
 """
@@ -39,7 +41,9 @@ class Run(NamedTuple):
 @functools.cache
 def optimizer():
     rule = mpx.low_precision_state(optax.adamw(1e-2), MOMENTS)
-    return mpx.loss_scaling(mpx.mixed_precision(rule, POLICY), mpx.DynamicLossScale(16.0))
+    return mpx.loss_scaling(
+        mpx.mixed_precision(rule, POLICY), mpx.DynamicLossScale(16.0)
+    )
 
 
 def mesh_of(devices):
@@ -48,16 +52,26 @@ def mesh_of(devices):
 
 def started():
     rng = np.random.default_rng(0)
-    params = {key: jax.device_put(rng.normal(size=SHAPES[key]).astype(jnp.bfloat16), SPECS[key]) for key in SHAPES}
+    params = {
+        key: jax.device_put(
+            rng.normal(size=SHAPES[key]).astype(jnp.bfloat16), SPECS[key]
+        )
+        for key in SHAPES
+    }
     return Run(params, optimizer().init(params))
 
 
 def batch(number):
-    """Return integers, whose sums are exact in every order. The second batch has an infinity at its end."""
+    """Return integers, whose sums are exact in every order. The second batch has an
+    infinity at its end.
+    """
     rng = np.random.default_rng(number)
     x = rng.integers(-2, 3, (64, 64)).astype(np.float32)
     x[-1, 0] = np.inf if number == 1 else 1
-    factors = {key: rng.integers(-2, 3, (64, SHAPES[key][-1])).astype(np.float32) for key in SHAPES}
+    factors = {
+        key: rng.integers(-2, 3, (64, SHAPES[key][-1])).astype(np.float32)
+        for key in SHAPES
+    }
     return jax.tree.map(lambda x: jax.device_put(x, P("data")), (x, factors))
 
 
@@ -65,20 +79,33 @@ def loss_fn(params, batch):
     x, factors = batch
     whole = {key: jax.sharding.reshard(p, P()) for key, p in params.items()}
     products = [(x @ whole[key]) * factors[key] for key in ("rows", "columns")]
-    return sum(map(jnp.sum, [*products, whole["bias"][None].astype(np.float32) * factors["bias"]]))
+    return sum(
+        map(
+            jnp.sum,
+            [*products, whole["bias"][None].astype(np.float32) * factors["bias"]],
+        )
+    )
 
 
 @jax.jit
 def gradients(run, batch):
     loss_scale = mpx.get_loss_scale(run.opt_state)
-    return mpx.value_and_grad(mpx.autocast(loss_fn, POLICY), loss_scale)(run.params, batch)
+    return mpx.value_and_grad(mpx.autocast(loss_fn, POLICY), loss_scale)(
+        run.params, batch
+    )
 
 
 @functools.cache
 def update_of(fused):
     kernels = mpx.fused_update(optimizer(), interpret=True)
-    step = (lambda params, state, grads: kernels(grads, state, params)) if fused else stepper(optimizer())
-    return jax.jit(lambda run, grads: Run(*step(*run, grads)), compiler_options=unfused())
+    step = (
+        (lambda params, state, grads: kernels(grads, state, params))
+        if fused
+        else stepper(optimizer())
+    )
+    return jax.jit(
+        lambda run, grads: Run(*step(*run, grads)), compiler_options=unfused()
+    )
 
 
 def trained(run, first, last, *, fused=True):
@@ -88,8 +115,12 @@ def trained(run, first, last, *, fused=True):
 
 
 def trained_by_muon():
-    """Return the end of three steps on seven matrices: each device has a part of each, and multiplies one at most."""
-    numbers = lambda params: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)
+    """Return the end of three steps on seven matrices: each device has a part of each,
+    and multiplies one at most.
+    """
+    numbers = lambda params: jax.tree.map(
+        lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params
+    )
     tx = mpx.chain(
         mpx.mixed_precision("bf16-split24-8bit", key=jax.random.key(0)),
         mpx.whole_matrices(products="f16", sent="bf16"),
@@ -114,16 +145,23 @@ def observed(run):
         "scale": float(mpx.get_loss_scale(run.opt_state).loss_scale),
         "skipped": int(mpx.skipped_steps(run.opt_state)),
         "finite": bool(mpx.all_finite(run)),
-        "resynced": all(bool((masters[key] == p.astype(np.float32)).all()) for key, p in run.params.items()),
+        "resynced": all(
+            bool((masters[key] == p.astype(np.float32)).all())
+            for key, p in run.params.items()
+        ),
         "underflow": mpx.underflow_report(mpx.master_params(*run), "f16").as_dict(),
         "sent": sorted([c.operation, c.axes, c.dtype] for c in report.collectives),
     }
 
 
 def like(run):
-    """Return the shapes of a run, sharded as its arrays are over the devices of the mesh that is set."""
+    """Return the shapes of a run, sharded as its arrays are over the devices of the
+    mesh that is set.
+    """
     sharding_of = lambda x: NamedSharding(jax.sharding.get_mesh(), x.sharding.spec)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)), run)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)), run
+    )
 
 
 def main(folder, address, count, index):

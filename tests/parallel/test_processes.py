@@ -1,4 +1,6 @@
-"""Check that a run of two processes, with four devices each, is the run of one process with eight."""
+"""Check that a run of two processes, with four devices each, is the run of one process
+with eight.
+"""
 
 import json
 import os
@@ -44,7 +46,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain():
-    """Return the start and the end of the run in one process with eight devices, without `fused_update`."""
+    """Return the start and the end of the run in one process with eight devices,
+    without `fused_update`.
+    """
     with jax.set_mesh(fsdp.mesh_of(jax.devices("cpu"))):
         start = fsdp.started()
         return start, fsdp.trained(start, 0, fsdp.STEPS, fused=False)
@@ -74,7 +78,9 @@ def test_two_processes_train_by_muon_to_the_bits_of_one(folder):
 
 @pytest.mark.parametrize("count", [4, 1])
 def test_one_process_goes_on_from_the_checkpoint_of_two(count, folder, plain):
-    """The shapes are those of a state made for eight devices: on four, 8-bit columns would have larger blocks."""
+    """The shapes are those of a state made for eight devices: on four, 8-bit columns
+    would have larger blocks.
+    """
     start, expected = plain
     with jax.set_mesh(fsdp.mesh_of(jax.devices("cpu")[:count])):
         run = fsdp.ocp.load(folder / "saved", fsdp.like(start))

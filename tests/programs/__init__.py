@@ -1,6 +1,8 @@
-"""Small programs of the kinds that public models are made of, without a word of mpx: the judges of autocast.
+"""Small programs of the kinds that public models are made of, without a word of mpx:
+the judges of autocast.
 
-A file holds a field. A program is a loss of parameters and of a batch, whose first axis has `ROWS` rows.
+A file holds a field. A program is a loss of parameters and of a batch, whose first axis
+has `ROWS` rows.
 """
 
 import importlib
@@ -15,12 +17,16 @@ ROWS = 16  # of a batch: eight devices divide it, and it may be contracted in 8 
 
 
 class Program(NamedTuple):
-    """A program, and how to make what it takes. Its name is that of its function, its field that of its file."""
+    """A program, and how to make what it takes. Its name is that of its function, its
+    field that of its file.
+    """
 
     name: str
     field: str
     loss: Callable[[Any, dict[str, Any]], jax.Array]  # of parameters and a batch
-    make: Callable[[int], tuple[Any, dict[str, Any]]]  # parameters and a batch, from a seed
+    make: Callable[
+        [int], tuple[Any, dict[str, Any]]
+    ]  # parameters and a batch, from a seed
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -29,27 +35,36 @@ PROGRAMS: dict[str, Program] = {}
 def program(params: Any, **batch: Any) -> Callable[..., Any]:
     """Add a function of parameters and of the named parts of a batch to the programs.
 
-    `params` and each part of the batch are trees whose leaves are shapes of weights, or functions of NumPy's generator.
+    `params` and each part of the batch are trees whose leaves are shapes of weights, or
+    functions of NumPy's generator.
     """
 
     def add(function):
         def make(seed):
             rng = np.random.default_rng(seed)
             drawn = lambda leaf: leaf(rng) if callable(leaf) else weight(rng, leaf)
-            is_shape = lambda leaf: isinstance(leaf, tuple) and all(isinstance(size, int) for size in leaf)
+            is_shape = lambda leaf: (
+                isinstance(leaf, tuple) and all(isinstance(size, int) for size in leaf)
+            )
             return jax.tree.map(drawn, (params, batch), is_leaf=is_shape)
 
         name, field = function.__name__, function.__module__.rpartition(".")[2]
         assert name not in PROGRAMS, f"two programs are called {name}"
-        PROGRAMS[name] = Program(name, field, lambda params, batch: function(params, **batch), make)
+        PROGRAMS[name] = Program(
+            name, field, lambda params, batch: function(params, **batch), make
+        )
         return function
 
     return add
 
 
 def weight(rng, shape):
-    """Draw a weight whose product with normal numbers has a variance of about one; vectors are small."""
-    inputs = {0: 100, 1: 100, 4: np.prod(shape[:-1])}.get(len(shape), shape[-2] if len(shape) > 1 else 1)
+    """Draw a weight whose product with normal numbers has a variance of about one;
+    vectors are small.
+    """
+    inputs = {0: 100, 1: 100, 4: np.prod(shape[:-1])}.get(
+        len(shape), shape[-2] if len(shape) > 1 else 1
+    )
     return (rng.normal(size=shape) / np.sqrt(inputs)).astype(np.float32)
 
 
@@ -75,7 +90,9 @@ def booleans(*shape):
 
 def complexes(*shape):
     """Return complex weights."""
-    return lambda rng: ((rng.normal(size=shape) + 1j * rng.normal(size=shape)) / np.sqrt(shape[0])).astype(np.complex64)
+    return lambda rng: (
+        (rng.normal(size=shape) + 1j * rng.normal(size=shape)) / np.sqrt(shape[0])
+    ).astype(np.complex64)
 
 
 def key(rng):

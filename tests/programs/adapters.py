@@ -1,4 +1,6 @@
-"""Adapters and shared weights: low ranks, tied weights, prompts, pieces of one weight, frozen parts."""
+"""Adapters and shared weights: low ranks, tied weights, prompts, pieces of one weight,
+frozen parts.
+"""
 
 import functools
 
@@ -15,8 +17,12 @@ LOW_RANK = {"frozen": (D, D), "a": (D, 4), "b": (4, D)}
 
 @program({"one": LOW_RANK, "bias": (D,), "two": LOW_RANK}, **XY)
 def low_rank_beside_frozen_weights(p, x, y):
-    dense = lambda p, x: x @ lax.stop_gradient(p["frozen"]) + 0.5 * (x @ p["a"]) @ p["b"]
-    return jnp.square(dense(p["two"], jax.nn.gelu(dense(p["one"], x) + p["bias"])) - y).mean()
+    dense = lambda p, x: (
+        x @ lax.stop_gradient(p["frozen"]) + 0.5 * (x @ p["a"]) @ p["b"]
+    )
+    return jnp.square(
+        dense(p["two"], jax.nn.gelu(dense(p["one"], x) + p["bias"])) - y
+    ).mean()
 
 
 @program({**LOW_RANK, "size": (D,), "out": (D, D)}, **XY)
@@ -28,7 +34,9 @@ def low_rank_merged_into_a_direction(p, x, y):
 
 @program({"w": (D, D), "b": (D,), "c": (D,)}, x=rows(D))
 def autoencoder_of_one_weight(p, x):
-    return jnp.square(jax.nn.sigmoid(x @ p["w"] + p["b"]) @ p["w"].T + p["c"] - x).mean()
+    return jnp.square(
+        jax.nn.sigmoid(x @ p["w"] + p["b"]) @ p["w"].T + p["c"] - x
+    ).mean()
 
 
 @program({"all": (D, 3 * D), "b": (3 * D,)}, **XY)
@@ -43,12 +51,16 @@ def one_layer_three_times_with_adapters(p, x, y):
         x = jnp.tanh(x @ p["w"] + p["b"])
         return x + jax.nn.relu(x @ adapter["down"]) @ adapter["up"], None
 
-    return jnp.square(lax.scan(layer, x, {"down": p["down"], "up": p["up"]})[0] - y).mean()
+    return jnp.square(
+        lax.scan(layer, x, {"down": p["down"], "up": p["up"]})[0] - y
+    ).mean()
 
 
 @program({"w": (2, 4, 4), "b": (D,), "out": (D, D)}, **XY)
 def kronecker_product_as_a_weight(p, x, y):
-    return jnp.square(jnp.tanh(x @ jnp.kron(p["w"][0], p["w"][1]) + p["b"]) @ p["out"] - y).mean()
+    return jnp.square(
+        jnp.tanh(x @ jnp.kron(p["w"][0], p["w"][1]) + p["b"]) @ p["out"] - y
+    ).mean()
 
 
 @program({"flat": (D * D + D,), "spectrum": complexes(D // 2 + 1)}, **XY)
@@ -61,4 +73,6 @@ def weights_from_one_vector(p, x, y):
 @program({"stages": [{"w": (D, D), "b": (D,)} for _ in range(3)], "scale": ()}, **XY)
 def list_of_layers_reduced(p, x, y):
     layer = jax.checkpoint(lambda x, p: x + jax.nn.mish(x @ p["w"] + p["b"]))
-    return jnp.square(functools.reduce(layer, p["stages"], x) * (1 + p["scale"]) - y).mean()
+    return jnp.square(
+        functools.reduce(layer, p["stages"], x) * (1 + p["scale"]) - y
+    ).mean()

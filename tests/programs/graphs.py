@@ -17,10 +17,14 @@ def graph_attention(p, x, edges):
     top = jax.ops.segment_max(logits, receiver, ROWS)
     weights = jnp.exp(logits - top[receiver])
     weights = weights / jax.ops.segment_sum(weights, receiver, ROWS)[receiver]
-    return jnp.square(jax.ops.segment_sum(weights[:, None] * h[sender], receiver, ROWS) @ p["out"]).mean()
+    return jnp.square(
+        jax.ops.segment_sum(weights[:, None] * h[sender], receiver, ROWS) @ p["out"]
+    ).mean()
 
 
-@program({"message": (3 * D, D), "b": (D,), "update": (2 * D, D)}, **GRAPH, features=rows(D))
+@program(
+    {"message": (3 * D, D), "b": (D,), "update": (2 * D, D)}, **GRAPH, features=rows(D)
+)
 def messages_of_concatenated_edges(p, x, edges, features):
     for _ in range(2):
         pairs = jnp.concatenate([x[edges[:, 0]], x[edges[:, 1]], features], axis=-1)
@@ -30,12 +34,18 @@ def messages_of_concatenated_edges(p, x, edges, features):
     return jnp.square(x).mean()
 
 
-@program({"edge": (2 * D + 1, D), "b": (D,), "move": (D, 1), "node": (2 * D, D)}, **GRAPH, place=rows(3))
+@program(
+    {"edge": (2 * D + 1, D), "b": (D,), "move": (D, 1), "node": (2 * D, D)},
+    **GRAPH,
+    place=rows(3),
+)
 def equivariant_graph_network(p, x, edges, place):
     sender, receiver = edges[:, 0], edges[:, 1]
     gap = place[sender] - place[receiver]
     square = jnp.sum(gap**2, -1, keepdims=True)
-    m = jax.nn.silu(jnp.concatenate([x[sender], x[receiver], square], -1) @ p["edge"] + p["b"])
+    m = jax.nn.silu(
+        jnp.concatenate([x[sender], x[receiver], square], -1) @ p["edge"] + p["b"]
+    )
     place = place + jax.ops.segment_sum(gap * jnp.tanh(m @ p["move"]), receiver, ROWS)
     x = x + jnp.concatenate([x, jax.ops.segment_sum(m, receiver, ROWS)], -1) @ p["node"]
     return jnp.square(place).mean() + jnp.square(x).mean()

@@ -21,23 +21,34 @@ def unit(x):
 
 @program({"image": NET, "text": NET, "scale": ()}, **VIEWS)
 def pairs_with_a_learned_temperature(p, x, y):
-    logits = jnp.exp(p["scale"] + 1) * unit(embed(p["image"], x)) @ unit(embed(p["text"], y)).T
+    logits = (
+        jnp.exp(p["scale"] + 1)
+        * unit(embed(p["image"], x))
+        @ unit(embed(p["text"], y)).T
+    )
     own = jnp.diagonal(logits)
-    return (jax.nn.logsumexp(logits, 0) + jax.nn.logsumexp(logits, 1) - 2 * own).mean() / 2
+    return (
+        jax.nn.logsumexp(logits, 0) + jax.nn.logsumexp(logits, 1) - 2 * own
+    ).mean() / 2
 
 
 @program(NET, **VIEWS)
 def two_views_without_the_diagonal(p, x, y):
     z = unit(jnp.concatenate([embed(p, x), embed(p, x + 0.2 * y)]))
     logits = z @ z.T / 0.5 - 1e9 * jnp.eye(len(z))
-    return (jax.nn.logsumexp(logits, 1) - jnp.diagonal(jnp.roll(logits, len(x), 1))).mean()
+    return (
+        jax.nn.logsumexp(logits, 1) - jnp.diagonal(jnp.roll(logits, len(x), 1))
+    ).mean()
 
 
 @program(NET, **VIEWS)
 def redundancy_between_features(p, x, y):
     standard = lambda z: (z - z.mean(0)) / (z.std(0) + 1e-2)
     c = standard(embed(p, x)).T @ standard(embed(p, x + 0.2 * y)) / len(x)
-    return (jnp.square(jnp.diag(c) - 1).sum() + 0.01 * jnp.square(c - jnp.diag(jnp.diag(c))).sum()) / D
+    return (
+        jnp.square(jnp.diag(c) - 1).sum()
+        + 0.01 * jnp.square(c - jnp.diag(jnp.diag(c))).sum()
+    ) / D
 
 
 def corners(box):
@@ -49,10 +60,19 @@ def overlap(a, b):
     (a0, a1), (b0, b1) = corners(a), corners(b)
     inside = jnp.prod(jax.nn.relu(jnp.minimum(a1, b1) - jnp.maximum(a0, b0)), -1)
     union = jnp.prod(a1 - a0, -1) + jnp.prod(b1 - b0, -1) - inside
-    return inside / (union + 1e-6), jnp.prod(jnp.maximum(a1, b1) - jnp.minimum(a0, b0), -1), union
+    return (
+        inside / (union + 1e-6),
+        jnp.prod(jnp.maximum(a1, b1) - jnp.minimum(a0, b0), -1),
+        union,
+    )
 
 
-@program({"a": (D, D), "b": (D,), "c": (D, 5)}, x=rows(6, D), wanted=positive(6, 4), seen=integers(2, 6))
+@program(
+    {"a": (D, D), "b": (D,), "c": (D, 5)},
+    x=rows(6, D),
+    wanted=positive(6, 4),
+    seen=integers(2, 6),
+)
 def boxes_with_focal_scores(p, x, wanted, seen):
     score, box = jnp.split(embed(p, x), [1], axis=-1)
     iou, hull, union = overlap(jax.nn.sigmoid(box), wanted)
@@ -78,16 +98,24 @@ def sorted_values_beside_what_they_carry(p, x, y):
     h = jnp.tanh(embed(p, x))
     keys, carried = lax.sort((h, y), dimension=1, num_keys=1)
     ranks = jnp.cumsum(keys, axis=1) / jnp.arange(1, D + 1)
-    return jnp.square(ranks - jnp.sort(y, axis=1)).mean() + jnp.square(carried - keys).mean()
+    return (
+        jnp.square(ranks - jnp.sort(y, axis=1)).mean()
+        + jnp.square(carried - keys).mean()
+    )
 
 
 @program({**NET, "shift": (D,)}, **VIEWS)
 def angles_between_rows(p, x, y):
-    """Cosines by products of rows, of a batch that is nearly parallel, and a norm by a product of a vector."""
+    """Cosines by products of rows, of a batch that is nearly parallel, and a norm by a
+    product of a vector.
+    """
     a, b = embed(p, x), embed(p, x + 0.2 * y)
     dot = lambda a, b: jnp.einsum("td,td->t", a, b)
     cosine = dot(a, b) * jax.lax.rsqrt(dot(a, a) * dot(b, b) + 1e-6)
-    return jnp.square(cosine - 0.5).mean() + jnp.sqrt(jnp.vdot(p["shift"] + 1, p["shift"] + 1)) / D
+    return (
+        jnp.square(cosine - 0.5).mean()
+        + jnp.sqrt(jnp.vdot(p["shift"] + 1, p["shift"] + 1)) / D
+    )
 
 
 @program({"a": (D, D), "b": (D,), "c": (D, 4)}, x=rows(D), label=integers(4))

@@ -1,4 +1,6 @@
-"""Meta-learning: gradients through inner loops, learned rates and optimizers, weights that networks make."""
+"""Meta-learning: gradients through inner loops, learned rates and optimizers, weights
+that networks make.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,12 @@ mse = lambda p, x, y: jnp.square(jnp.tanh(x @ p["a"] + p["b"]) @ p["c"] - y).mea
 @program({"net": NET, "rate": ()}, **TASK)
 def gradient_through_an_inner_loop(p, x, y):
     def step(fast, _):
-        return jax.tree.map(lambda w, g: w - (p["rate"] + 0.1) * g, fast, jax.grad(mse)(fast, x, y)), None
+        return (
+            jax.tree.map(
+                lambda w, g: w - (p["rate"] + 0.1) * g, fast, jax.grad(mse)(fast, x, y)
+            ),
+            None,
+        )
 
     return mse(lax.scan(step, p["net"], length=3)[0], y, x)
 
@@ -24,7 +31,13 @@ def gradient_through_an_inner_loop(p, x, y):
 def one_inner_step_for_each_task(p, x, y):
     def adapted(x, y):
         grads = jax.grad(mse)(p["net"], x[:2], y[:2])
-        return mse(jax.tree.map(lambda w, g, r: w - jnp.exp(r) * g, p["net"], grads, p["rates"]), x[2:], y[2:])
+        return mse(
+            jax.tree.map(
+                lambda w, g, r: w - jnp.exp(r) * g, p["net"], grads, p["rates"]
+            ),
+            x[2:],
+            y[2:],
+        )
 
     return jax.vmap(adapted)(x, y).mean()
 
@@ -58,12 +71,23 @@ def closed_form_head(p, x, y):
 @program({"net": NET, "weight": (D, 1)}, **TASK, clean=rows(D))
 def weights_of_examples_by_their_gradients(p, x, y, clean):
     weights = jax.nn.softmax((x @ p["weight"])[:, 0])
-    each = lambda w: jnp.sum(weights * jnp.square(jnp.tanh(x @ w["a"] + w["b"]) @ w["c"] - y).mean(-1))
+    each = lambda w: jnp.sum(
+        weights * jnp.square(jnp.tanh(x @ w["a"] + w["b"]) @ w["c"] - y).mean(-1)
+    )
     noisy, good = jax.grad(each)(p["net"]), jax.grad(mse)(p["net"], clean, y)
-    return 10 * sum(jnp.square(a - b).sum() for a, b in zip(noisy.values(), good.values(), strict=True))
+    return 10 * sum(
+        jnp.square(a - b).sum()
+        for a, b in zip(noisy.values(), good.values(), strict=True)
+    )
 
 
 @program(NET, **TASK)
 def flatness_by_a_product_with_the_hessian(p, x, y):
-    slope, curvature = jax.jvp(lambda p: jax.grad(mse)(p, x, y), (p,), (jax.tree.map(jnp.sign, p),))
-    return mse(p, x, y) + 0.01 * sum(jnp.sum(c**2) for c in curvature.values()) + jnp.sum(slope["c"] ** 2)
+    slope, curvature = jax.jvp(
+        lambda p: jax.grad(mse)(p, x, y), (p,), (jax.tree.map(jnp.sign, p),)
+    )
+    return (
+        mse(p, x, y)
+        + 0.01 * sum(jnp.sum(c**2) for c in curvature.values())
+        + jnp.sum(slope["c"] ** 2)
+    )

@@ -31,7 +31,9 @@ def sign(x):
     return jnp.where(x >= 0, 1.0, -1.0)
 
 
-sign.defjvp(lambda primals, tangents: (sign(*primals), tangents[0] * (jnp.abs(primals[0]) < 1)))
+sign.defjvp(
+    lambda primals, tangents: (sign(*primals), tangents[0] * (jnp.abs(primals[0]) < 1))
+)
 
 
 @program(NET, **XY)
@@ -48,11 +50,15 @@ def learned_step(x, step):
 def learned_step_backward(residuals, g):
     x, step = residuals
     inside = (x / step >= -8) & (x / step <= 7)
-    of_step = jnp.where(inside, jnp.round(x / step) - x / step, jnp.clip(x / step, -8, 7))
+    of_step = jnp.where(
+        inside, jnp.round(x / step) - x / step, jnp.clip(x / step, -8, 7)
+    )
     return g * inside, jnp.sum(g * of_step).reshape(step.shape) / D
 
 
-learned_step.defvjp(lambda x, step: (learned_step(x, step), (x, step)), learned_step_backward)
+learned_step.defvjp(
+    lambda x, step: (learned_step(x, step), (x, step)), learned_step_backward
+)
 
 
 @program({**NET, "steps": (3,)}, **XY)
@@ -71,14 +77,18 @@ def reversed_backward(strength, cotangents):
     return -strength * jnp.clip(cotangents[0], -0.01, 0.01), None
 
 
-clipped_and_reversed.defvjp(lambda x, strength: (clipped_and_reversed(x, strength), strength), reversed_backward)
+clipped_and_reversed.defvjp(
+    lambda x, strength: (clipped_and_reversed(x, strength), strength), reversed_backward
+)
 
 
 @program({**NET, "domain": (D, 1)}, **XY)
 def domain_by_a_reversed_gradient(p, x, y):
     h = jnp.tanh(x @ p["a"] + p["b"])
     back, _ = clipped_and_reversed(h, 0.5)
-    return jnp.square(h @ p["c"] - y).mean() + jax.nn.softplus(back @ p["domain"]).mean()
+    return (
+        jnp.square(h @ p["c"] - y).mean() + jax.nn.softplus(back @ p["domain"]).mean()
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -89,7 +99,9 @@ def safe_norm(x, axis):
 @safe_norm.defjvp
 def safe_norm_jvp(axis, primals, tangents):
     norm = safe_norm(primals[0], axis)
-    return norm, jnp.sum(primals[0] * tangents[0], axis, keepdims=True) / jnp.maximum(norm, 1e-6)
+    return norm, jnp.sum(primals[0] * tangents[0], axis, keepdims=True) / jnp.maximum(
+        norm, 1e-6
+    )
 
 
 @program(NET, **XY)
@@ -107,16 +119,22 @@ def fused_attention_backward(residuals, g):
     q, k, v = residuals
     weights = jax.nn.softmax(q @ k.swapaxes(1, 2) / 4)
     of_weights = g @ v.swapaxes(1, 2)
-    of_logits = weights * (of_weights - (of_weights * weights).sum(-1, keepdims=True)) / 4
+    of_logits = (
+        weights * (of_weights - (of_weights * weights).sum(-1, keepdims=True)) / 4
+    )
     return of_logits @ k, of_logits.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ g
 
 
-fused_attention.defvjp(lambda q, k, v: (fused_attention(q, k, v), (q, k, v)), fused_attention_backward)
+fused_attention.defvjp(
+    lambda q, k, v: (fused_attention(q, k, v), (q, k, v)), fused_attention_backward
+)
 
 
 @program({"qkv": (D, 3 * D), "b": (3 * D,), "out": (D, D)}, x=rows(8, D))
 def attention_with_its_own_backward_pass(p, x):
-    return jnp.square(fused_attention(*jnp.split(x @ p["qkv"] + p["b"], 3, -1)) @ p["out"] - x).mean()
+    return jnp.square(
+        fused_attention(*jnp.split(x @ p["qkv"] + p["b"], 3, -1)) @ p["out"] - x
+    ).mean()
 
 
 @program(NET, **XY)
@@ -124,7 +142,9 @@ def eight_bit_products_by_hand(p, x, y):
     def dot(x, w):
         sx, sw = jnp.abs(x).max() / 127, jnp.abs(w).max() / 127
         codes = [jnp.round(a / s).astype(jnp.int8) for a, s in ((x, sx), (w, sw))]
-        product = lax.dot(*codes, preferred_element_type=jnp.int32).astype(jnp.float32) * (sx * sw)
+        product = lax.dot(*codes, preferred_element_type=jnp.int32).astype(
+            jnp.float32
+        ) * (sx * sw)
         return straight(x @ w, product)
 
     return jnp.square(dot(jnp.tanh(dot(x, p["a"]) + p["b"]), p["c"]) - y).mean()
@@ -132,10 +152,14 @@ def eight_bit_products_by_hand(p, x, y):
 
 @program({"in": (D, 4), "b": (4,), "codes": (1000, D), "c": (D, D)}, **XY)
 def finite_scalar_quantization(p, x, y):
-    """The index of a code is a product of its digits with the sizes of the digits before."""
+    """The index of a code is a product of its digits with the sizes of the digits
+    before.
+    """
     levels = jnp.array([8, 5, 5, 5])
     half = (levels - 1) / 2
     digits = straight(h := (jnp.tanh(x @ p["in"] + p["b"]) + 1) * half, jnp.round(h))
     index = digits @ jnp.array([1.0, 8.0, 40.0, 200.0])
-    code = p["codes"][lax.stop_gradient(index).astype(jnp.int32)] + index[:, None] / 1000
+    code = (
+        p["codes"][lax.stop_gradient(index).astype(jnp.int32)] + index[:, None] / 1000
+    )
     return jnp.square(code @ p["c"] - y).mean()

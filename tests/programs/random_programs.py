@@ -1,7 +1,9 @@
-"""Random programs: lists of operations on rows of numbers, in loops, branches and checkpoints, which share weights.
+"""Random programs: lists of operations on rows of numbers, in loops, branches and
+checkpoints, which share weights.
 
-An operation is `(name, index)`, or `(name, index, operations)` if it runs others inside. Hypothesis draws and shrinks
-lists of them; `loss` is the program that a list means.
+An operation is `(name, index)`, or `(name, index, operations)` if it runs others
+inside. Hypothesis draws and shrinks lists of them; `loss` is the program that a list
+means.
 """
 
 import functools
@@ -12,7 +14,8 @@ import numpy as np
 from hypothesis import strategies as st
 from jax import lax
 
-SIZE = 16  # rows and columns of all values, so that each operation fits behind each other one
+# rows and columns of all values, so that each operation fits behind each other one
+SIZE = 16
 WEIGHTS = 3  # of each kind; operations that draw the same index share one
 
 
@@ -27,7 +30,9 @@ sine.defvjp(lambda h: (jnp.sin(h), h), lambda h, cotangent: (jnp.cos(h) * cotang
 
 @jax.custom_jvp
 def square(h):
-    """Return half of the square of what tanh leaves, with a derivative that its author wrote."""
+    """Return half of the square of what tanh leaves, with a derivative that its author
+    wrote.
+    """
     return 0.5 * jnp.tanh(h) ** 2
 
 
@@ -38,7 +43,9 @@ def _(primals, tangents):
 
 
 def convolved(h, kernel):
-    return lax.conv_general_dilated(h[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[0]
+    return lax.conv_general_dilated(
+        h[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )[0]
 
 
 def normed(h, scale):
@@ -81,8 +88,14 @@ AROUND = {
     "residual": lambda f, p, h, i: h + f(p, h),
     "scan of a stack": stacked,
     "scan": lambda f, p, h, i: lax.scan(lambda h, _: (f(p, h), None), h, length=2)[0],
-    "map": lambda f, p, h, i: lax.map(functools.partial(f, p), jnp.stack([h, h.T]))[i % 2],
-    "vmap": lambda f, p, h, i: jax.vmap(f, in_axes=(None, 0))(p, jnp.stack([h, h[::-1]])).mean(0),
+    "map": lambda f, p, h, i: lax.map(functools.partial(f, p), jnp.stack([h, h.T]))[
+        i % 2
+    ],
+    "vmap": (
+        lambda f, p, h, i: jax.vmap(f, in_axes=(None, 0))(
+            p, jnp.stack([h, h[::-1]])
+        ).mean(0)
+    ),
     "branch": branched,
     "checkpoint": lambda f, p, h, i: jax.checkpoint(f)(p, h),
     "jit": lambda f, p, h, i: jax.jit(f)(p, h),
@@ -91,7 +104,9 @@ AROUND = {
 _index = st.integers(0, WEIGHTS - 1)
 _operation = st.recursive(
     st.tuples(st.sampled_from(list(OPERATIONS)), _index),
-    lambda inner: st.tuples(st.sampled_from(list(AROUND)), _index, st.lists(inner, min_size=1, max_size=3)),
+    lambda inner: st.tuples(
+        st.sampled_from(list(AROUND)), _index, st.lists(inner, min_size=1, max_size=3)
+    ),
     max_leaves=6,
 )
 programs = st.lists(_operation, min_size=1, max_size=5)
@@ -108,15 +123,21 @@ def run(operations, p, h):
 
 
 def loss(operations):
-    """Return the program that a list means: a function of parameters and of a batch of inputs and targets."""
-    of = lambda p, x, y: jnp.square(run(operations, p | {"x": x}, x @ p["w"][0]) - y).mean()
+    """Return the program that a list means: a function of parameters and of a batch of
+    inputs and targets.
+    """
+    of = lambda p, x, y: jnp.square(
+        run(operations, p | {"x": x}, x @ p["w"][0]) - y
+    ).mean()
     return lambda p, batch: of(p, *batch)
 
 
 def make(seed):
     """Return parameters, which bfloat16 has, and a batch."""
     rng = np.random.default_rng(seed)
-    drawn = lambda inputs, *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(inputs), jnp.bfloat16)
+    drawn = lambda inputs, *shape: jnp.asarray(
+        rng.normal(size=shape) / np.sqrt(inputs), jnp.bfloat16
+    )
     several = lambda *args: [drawn(*args) for _ in range(WEIGHTS)]
     params = {
         "w": several(SIZE, SIZE, SIZE),

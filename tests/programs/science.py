@@ -1,4 +1,6 @@
-"""Scientific models: spectra, complex numbers, differential equations, implicit layers, linear algebra, forces."""
+"""Scientific models: spectra, complex numbers, differential equations, implicit layers,
+linear algebra, forces.
+"""
 
 import functools
 
@@ -18,13 +20,24 @@ def field(p, x):
     return jnp.tanh(x @ p["a"] + p["b"]) @ p["c"]
 
 
-@program({"lift": (2, D), "modes": complexes(3, D, D), "skip": (D, D), "b": (D,), "down": (D, 1)}, u=rows(8, 2))
+@program(
+    {
+        "lift": (2, D),
+        "modes": complexes(3, D, D),
+        "skip": (D, D),
+        "b": (D,),
+        "down": (D, 1),
+    },
+    u=rows(8, 2),
+)
 def fourier_neural_operator(p, u):
     h = u @ p["lift"]
     spectrum = jnp.fft.rfft(h, axis=1)
     low = jnp.einsum("bkd,kde->bke", spectrum[:, :3], p["modes"])
     spectral = jnp.fft.irfft(jnp.zeros_like(spectrum).at[:, :3].set(low), n=8, axis=1)
-    return jnp.square(jax.nn.gelu(spectral + h @ p["skip"] + p["b"]) @ p["down"] - u[..., :1]).mean()
+    return jnp.square(
+        jax.nn.gelu(spectral + h @ p["skip"] + p["b"]) @ p["down"] - u[..., :1]
+    ).mean()
 
 
 @program({"w": complexes(D, D), "v": complexes(D, D), "out": (D, D)}, **X)
@@ -61,10 +74,16 @@ def solved_backward(residuals, cotangent):
         x, adjoint, gradient = carry
         move, pull = jax.vjp(field, p, x)
         of_p, of_x = pull(adjoint)
-        return x - 0.2 * move, adjoint + 0.2 * of_x, jax.tree.map(lambda g, d: g + 0.2 * d, gradient, of_p)
+        return (
+            x - 0.2 * move,
+            adjoint + 0.2 * of_x,
+            jax.tree.map(lambda g, d: g + 0.2 * d, gradient, of_p),
+        )
 
     p, x = residuals
-    _, adjoint, gradient = lax.fori_loop(0, 4, back, (x, cotangent, jax.tree.map(jnp.zeros_like, p)))
+    _, adjoint, gradient = lax.fori_loop(
+        0, 4, back, (x, cotangent, jax.tree.map(jnp.zeros_like, p))
+    )
     return gradient, adjoint
 
 
@@ -83,7 +102,9 @@ def all_products_in_a_custom_derivative(p, x, y):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fixed_point(f, p, x):
-    return lax.while_loop(lambda c: c[1] < 20, lambda c: (f(p, x, c[0]), c[1] + 1), (jnp.zeros_like(x), 0))[0]
+    return lax.while_loop(
+        lambda c: c[1] < 20, lambda c: (f(p, x, c[0]), c[1] + 1), (jnp.zeros_like(x), 0)
+    )[0]
 
 
 def fixed_point_forward(f, p, x):
@@ -103,7 +124,9 @@ fixed_point.defvjp(fixed_point_forward, fixed_point_backward)
 
 @program({"w": (D, D), "u": (D, D), "b": (D,), "out": (D, D)}, **XY)
 def deep_equilibrium(p, x, y):
-    z = fixed_point(lambda p, x, z: jnp.tanh(0.4 * z @ p["w"] + x @ p["u"] + p["b"]), p, x)
+    z = fixed_point(
+        lambda p, x, z: jnp.tanh(0.4 * z @ p["w"] + x @ p["u"] + p["b"]), p, x
+    )
     return jnp.square(z @ p["out"] - y).mean()
 
 
@@ -119,18 +142,32 @@ def root_of_an_equation(p, x, y):
 def marginal_likelihood_of_a_gaussian_process(p, x, y):
     h = jnp.tanh(x @ p["w"] + p["b"])
     square = jnp.sum((h[:, None] - h[None]) ** 2, -1)
-    kernel = jnp.exp(-0.1 * square) + (jnp.exp(p["log_noise"]) + 0.1) * jnp.eye(x.shape[0])
+    kernel = jnp.exp(-0.1 * square) + (jnp.exp(p["log_noise"]) + 0.1) * jnp.eye(
+        x.shape[0]
+    )
     factor = jnp.linalg.cholesky(kernel)
     white = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
     return (0.5 * white @ white + jnp.log(jnp.diag(factor)).sum()) / x.shape[0]
 
 
-@program({"embed": (1, D), **FIELD, "v": (D,)}, place=rows(5, 3), energy=rows(), force=rows(5, 3))
+@program(
+    {"embed": (1, D), **FIELD, "v": (D,)},
+    place=rows(5, 3),
+    energy=rows(),
+    force=rows(5, 3),
+)
 def energies_with_forces(p, place, energy, force):
     def potential(place):
         gap = place[:, None] - place[None] + jnp.eye(5)[..., None]
         length = jnp.sqrt(jnp.sum(gap**2, -1))[..., None]
-        return jnp.sum(jax.nn.silu(field(p, jnp.sin(length @ p["embed"]))) @ p["v"] * (1 - jnp.eye(5))) / 10
+        return (
+            jnp.sum(
+                jax.nn.silu(field(p, jnp.sin(length @ p["embed"])))
+                @ p["v"]
+                * (1 - jnp.eye(5))
+            )
+            / 10
+        )
 
     predicted, slope = jax.vmap(jax.value_and_grad(potential))(place)
     return jnp.square(predicted - energy).mean() + jnp.square(slope + force).mean()
@@ -139,13 +176,20 @@ def energies_with_forces(p, place, energy, force):
 @program({"embed": (2, D), **FIELD, "v": (D, 1)}, t=positive(), x=positive())
 def physics_informed_residual(p, t, x):
     u = lambda t, x: jnp.sum(field(p, jnp.sin(jnp.stack([t, x]) @ p["embed"])) @ p["v"])
-    residual = lambda t, x: jax.grad(u)(t, x) - 0.1 * jax.grad(jax.grad(u, 1), 1)(t, x) + u(t, x)
-    return jnp.square(jax.vmap(residual)(t, x)).mean() + jnp.square(jax.vmap(u)(jnp.zeros_like(x), x) - x).mean()
+    residual = lambda t, x: (
+        jax.grad(u)(t, x) - 0.1 * jax.grad(jax.grad(u, 1), 1)(t, x) + u(t, x)
+    )
+    return (
+        jnp.square(jax.vmap(residual)(t, x)).mean()
+        + jnp.square(jax.vmap(u)(jnp.zeros_like(x), x) - x).mean()
+    )
 
 
 @program({"a": (8, D), "b": (D,), "c": (D, D), "v": (D,)}, q=rows(4), momentum=rows(4))
 def hamiltonian_steps(p, q, momentum):
-    energy = lambda s: jnp.sum(jax.nn.softplus(field(p, s)) @ p["v"]) + 0.5 * jnp.sum(s**2)
+    energy = lambda s: (
+        jnp.sum(jax.nn.softplus(field(p, s)) @ p["v"]) + 0.5 * jnp.sum(s**2)
+    )
 
     def leap(state, _):
         of_q, of_p = jnp.split(jax.grad(energy)(state), 2, axis=-1)
@@ -157,9 +201,14 @@ def hamiltonian_steps(p, q, momentum):
 
 @program({"w": (D, D), "b": (D,), "v": (D, 4, 4)}, **X)
 def eigenvalues_of_a_predicted_matrix(p, x):
-    m = jnp.einsum("bd,dij->bij", jnp.tanh(x @ p["w"] + p["b"]), p["v"]) + jnp.diag(jnp.arange(4.0) * 3)
+    m = jnp.einsum("bd,dij->bij", jnp.tanh(x @ p["w"] + p["b"]), p["v"]) + jnp.diag(
+        jnp.arange(4.0) * 3
+    )
     values, vectors = jnp.linalg.eigh(m + m.swapaxes(1, 2))
-    return jnp.square(values - jnp.arange(4.0)).mean() + jnp.square(vectors[..., 0]).max(-1).mean()
+    return (
+        jnp.square(values - jnp.arange(4.0)).mean()
+        + jnp.square(vectors[..., 0]).max(-1).mean()
+    )
 
 
 @program({"a": (2, 4, 4), "w": (D, 4), "b": (4,), "out": (4, D)}, **XY)
@@ -180,7 +229,9 @@ def transport_by_sinkhorn(p, x, y):
         f = -jax.nn.logsumexp(g[None] - cost, axis=1)
         return (f, -jax.nn.logsumexp(f[:, None] - cost, axis=0)), None
 
-    (f, g), _ = lax.scan(update, (jnp.zeros(x.shape[0]), jnp.zeros(y.shape[0])), length=5)
+    (f, g), _ = lax.scan(
+        update, (jnp.zeros(x.shape[0]), jnp.zeros(y.shape[0])), length=5
+    )
     return jnp.sum(jnp.exp(f[:, None] + g[None] - cost) * cost) / x.shape[0]
 
 
@@ -189,7 +240,10 @@ def wave_function_with_its_kinetic_energy(p, place):
     def log_psi(flat):
         h = jnp.tanh(flat.reshape(4, 3) @ p["one"] + p["b"])
         h = h + jnp.tanh(h.mean(0) @ p["v"])
-        return jnp.linalg.slogdet(h @ p["orbitals"] + 2 * jnp.eye(4))[1] - 0.1 * flat @ flat
+        return (
+            jnp.linalg.slogdet(h @ p["orbitals"] + 2 * jnp.eye(4))[1]
+            - 0.1 * flat @ flat
+        )
 
     def kinetic(flat):
         slope, along = jax.linearize(jax.grad(log_psi), flat)
@@ -201,6 +255,8 @@ def wave_function_with_its_kinetic_energy(p, place):
 @program({"w": (D, D), "b": (D,), "v": complexes(D, D), "out": (D, D)}, **XY)
 def real_rows_times_a_complex_matrix(p, x, y):
     """A product of float32 with complex numbers, and a norm of the result."""
-    h = lax.dot(jnp.tanh(x @ p["w"] + p["b"]), p["v"], preferred_element_type=jnp.complex64)
+    h = lax.dot(
+        jnp.tanh(x @ p["w"] + p["b"]), p["v"], preferred_element_type=jnp.complex64
+    )
     size = jnp.einsum("bd,bd->b", h, h.conj()).real
     return jnp.square(h.real @ p["out"] - y).mean() + jnp.sqrt(size + 1e-3).mean() / D

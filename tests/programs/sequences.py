@@ -1,4 +1,6 @@
-"""Sequence models: recurrent cells, scans, associative scans, state spaces, filters, alignments."""
+"""Sequence models: recurrent cells, scans, associative scans, state spaces, filters,
+alignments.
+"""
 
 import functools
 
@@ -27,7 +29,11 @@ def lstm(p, x):
     return jnp.square(ys @ p["out"]).mean()
 
 
-@program({"x": (D, 3 * D), "h": (D, 2 * D), "n": (D, D), "b": (3 * D,)}, **X, mask=booleans(T))
+@program(
+    {"x": (D, 3 * D), "h": (D, 2 * D), "n": (D, D), "b": (3 * D,)},
+    **X,
+    mask=booleans(T),
+)
 def gru_with_a_mask(p, x, mask):
     def cell(h, inputs):
         x, skip = inputs
@@ -36,37 +42,68 @@ def gru_with_a_mask(p, x, mask):
         new = (1 - z) * jnp.tanh(n + r * (h @ p["n"])) + z * h
         return jnp.where(skip[:, None], h, new), None
 
-    return jnp.square(lax.scan(cell, jnp.zeros((x.shape[0], D)), (x.swapaxes(0, 1), mask.T))[0]).mean()
+    return jnp.square(
+        lax.scan(cell, jnp.zeros((x.shape[0], D)), (x.swapaxes(0, 1), mask.T))[0]
+    ).mean()
 
 
-@program({"log": (D,), "angle": (D,), "b": complexes(D, D), "c": complexes(D, D), "d": (D,)}, **X)
+@program(
+    {"log": (D,), "angle": (D,), "b": complexes(D, D), "c": complexes(D, D), "d": (D,)},
+    **X,
+)
 def linear_recurrent_unit(p, x):
     decay = jnp.exp(-jnp.exp(p["log"]) + 1j * jnp.exp(p["angle"]))
     inputs = x.astype(jnp.complex64) @ p["b"] * jnp.sqrt(1 - jnp.abs(decay) ** 2)
     combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
-    _, states = lax.associative_scan(combine, (jnp.broadcast_to(decay, inputs.shape), inputs), axis=1)
+    _, states = lax.associative_scan(
+        combine, (jnp.broadcast_to(decay, inputs.shape), inputs), axis=1
+    )
     return jnp.square(jax.nn.gelu((states @ p["c"]).real + x * p["d"]) - x).mean()
 
 
-@program({"in": (D, 2 * D), "conv": (4, 1, D), "bcd": (D, 4 + 4 + D), "a": (D, 4), "out": (D, D)}, **X)
+@program(
+    {
+        "in": (D, 2 * D),
+        "conv": (4, 1, D),
+        "bcd": (D, 4 + 4 + D),
+        "a": (D, 4),
+        "out": (D, D),
+    },
+    **X,
+)
 def selective_state_space(p, x):
     h, gate = jnp.split(x @ p["in"], 2, axis=-1)
     h = lax.conv_general_dilated(
-        h, p["conv"], (1,), [(3, 0)], dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=D
+        h,
+        p["conv"],
+        (1,),
+        [(3, 0)],
+        dimension_numbers=("NWC", "WIO", "NWC"),
+        feature_group_count=D,
     )
     h = jax.nn.silu(h)
     b, c, step = jnp.split(h @ p["bcd"], [4, 8], axis=-1)
     step = jax.nn.softplus(step)
     decay = jnp.exp(-step[..., None] * jnp.exp(p["a"]))
     combine = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
-    _, state = lax.associative_scan(combine, (decay, (step * h)[..., None] * b[..., None, :]), axis=1)
-    return jnp.square(jnp.einsum("btdn,btn->btd", state, c) * jax.nn.silu(gate) @ p["out"]).mean()
+    _, state = lax.associative_scan(
+        combine, (decay, (step * h)[..., None] * b[..., None, :]), axis=1
+    )
+    return jnp.square(
+        jnp.einsum("btdn,btn->btd", state, c) * jax.nn.silu(gate) @ p["out"]
+    ).mean()
 
 
 @program({"log": (4, D), "c": (4, D), "d": (D,), "mix": (D, 2 * D), "b": (2 * D,)}, **X)
 def state_space_as_a_convolution(p, x):
-    kernel = (p["c"][None] * jnp.exp(-jnp.exp(p["log"])[None] * jnp.arange(T)[:, None, None])).sum(1)
-    y = jnp.fft.irfft(jnp.fft.rfft(x, 2 * T, axis=1) * jnp.fft.rfft(kernel, 2 * T, axis=0), 2 * T, axis=1)[:, :T]
+    kernel = (
+        p["c"][None] * jnp.exp(-jnp.exp(p["log"])[None] * jnp.arange(T)[:, None, None])
+    ).sum(1)
+    y = jnp.fft.irfft(
+        jnp.fft.rfft(x, 2 * T, axis=1) * jnp.fft.rfft(kernel, 2 * T, axis=0),
+        2 * T,
+        axis=1,
+    )[:, :T]
     value, gate = jnp.split(jax.nn.gelu(y + x * p["d"]) @ p["mix"] + p["b"], 2, axis=-1)
     return jnp.square(value * jax.nn.sigmoid(gate)).mean()
 
@@ -86,11 +123,17 @@ def weighted_keys_and_values(p, x):
         return (e * a + f * v, e * b + f, then), out
 
     zeros = jnp.zeros((x.shape[0], D))
-    _, out = lax.scan(step, (zeros, zeros, zeros - 1e9), (k.swapaxes(0, 1), v.swapaxes(0, 1)))
+    _, out = lax.scan(
+        step, (zeros, zeros, zeros - 1e9), (k.swapaxes(0, 1), v.swapaxes(0, 1))
+    )
     return jnp.square(jax.nn.sigmoid(r) * out.swapaxes(0, 1) @ p["out"]).mean()
 
 
-@program({"enc": (D, D), "h": (2 * D, D), "b": (D,), "out": (D, D)}, source=rows(T, D), target=rows(T, D))
+@program(
+    {"enc": (D, D), "h": (2 * D, D), "b": (D,), "out": (D, D)},
+    source=rows(T, D),
+    target=rows(T, D),
+)
 def sequence_to_sequence_with_attention(p, source, target):
     memory = jnp.tanh(source @ p["enc"])
 
@@ -108,8 +151,12 @@ def sequence_to_sequence_with_attention(p, source, target):
 def dilated_causal_convolutions(p, x):
     for i, dilation in enumerate((1, 2)):
         pad = [(2 * dilation, 0)]
-        options = dict(dimension_numbers=("NWC", "WIO", "NWC"), rhs_dilation=(dilation,))
-        x = x + jax.nn.relu(lax.conv_general_dilated(x, p["k"][i], (1,), pad, **options) + p["b"][i])
+        options = dict(
+            dimension_numbers=("NWC", "WIO", "NWC"), rhs_dilation=(dilation,)
+        )
+        x = x + jax.nn.relu(
+            lax.conv_general_dilated(x, p["k"][i], (1,), pad, **options) + p["b"][i]
+        )
     return jnp.square(x).mean()
 
 
@@ -123,7 +170,10 @@ def kalman_filter(p, y):
         s = h @ cov @ h.T + jnp.diag(jnp.exp(p["r"]))
         gain = jnp.linalg.solve(s, h @ cov).T
         error = y - mean @ h.T
-        loss = 0.5 * (jnp.linalg.slogdet(s)[1] + jnp.einsum("bi,bi->b", error, jnp.linalg.solve(s, error.T).T).mean())
+        loss = 0.5 * (
+            jnp.linalg.slogdet(s)[1]
+            + jnp.einsum("bi,bi->b", error, jnp.linalg.solve(s, error.T).T).mean()
+        )
         return (mean + error @ gain.T, (eye - gain @ h) @ cov), loss
 
     return lax.scan(step, (jnp.zeros(y.shape[::2]), eye), y.swapaxes(0, 1))[1].mean()
@@ -134,14 +184,23 @@ def hidden_markov_model(p, x):
     move, emissions = jax.nn.log_softmax(p["move"]), jax.nn.log_softmax(x @ p["emit"])
     step = lambda a, e: (jax.nn.logsumexp(a[:, :, None] + move, axis=1) + e, None)
     start = jax.nn.log_softmax(p["start"]) + emissions[:, 0]
-    return -jax.nn.logsumexp(lax.scan(step, start, emissions.swapaxes(0, 1)[1:])[0], -1).mean()
+    return -jax.nn.logsumexp(
+        lax.scan(step, start, emissions.swapaxes(0, 1)[1:])[0], -1
+    ).mean()
 
 
-@program({"w": (D, D), "b": (D,), "head": (D, 6)}, x=rows(T, D), labels=integers(5, 3), pad=booleans(3))
+@program(
+    {"w": (D, D), "b": (D,), "head": (D, 6)},
+    x=rows(T, D),
+    labels=integers(5, 3),
+    pad=booleans(3),
+)
 def connectionist_temporal_classification(p, x, labels, pad):
     logits = jnp.tanh(x @ p["w"] + p["b"]) @ p["head"]
     label_pads = jnp.cumsum(pad, axis=-1) > 0
-    return optax.ctc_loss(logits, jnp.zeros(x.shape[:2]), labels + 1, label_pads.astype(jnp.float32)).mean()
+    return optax.ctc_loss(
+        logits, jnp.zeros(x.shape[:2]), labels + 1, label_pads.astype(jnp.float32)
+    ).mean()
 
 
 @program({"w": (D, D), "u": (D, D), "b": (D,), "halt": (D, 1)}, x=rows(D), y=rows(D))
@@ -152,7 +211,10 @@ def adaptive_computation_time(p, x, y):
         stop = jnp.where(i == 3, left, left * jax.nn.sigmoid(h @ p["halt"]))
         return h, left - stop, out + stop * h
 
-    return jnp.square(lax.fori_loop(0, 4, step, (x, jnp.ones((x.shape[0], 1)), jnp.zeros_like(x)))[2] - y).mean()
+    return jnp.square(
+        lax.fori_loop(0, 4, step, (x, jnp.ones((x.shape[0], 1)), jnp.zeros_like(x)))[2]
+        - y
+    ).mean()
 
 
 @program({"w": (D, D), "b": (D,), "v": (D, D)}, **X)
@@ -177,10 +239,17 @@ def decoding_with_a_cache_of_16_bits(p, x):
         i, x = inputs
         q, *new = jnp.split(x @ p["qkv"], 3, axis=-1)
         k, v = (x.astype(jnp.float32) for x in cache)
-        scores = jnp.where(jnp.arange(T)[None] < i, jnp.einsum("bd,btd->bt", q, k) / 4, -1e9)
+        scores = jnp.where(
+            jnp.arange(T)[None] < i, jnp.einsum("bd,btd->bt", q, k) / 4, -1e9
+        )
         past = jnp.einsum("bt,btd->bd", jax.nn.softmax(scores), v)
-        written = lambda old, x: old.at[:, i].set(lax.stop_gradient(x).astype(old.dtype))
-        return list(map(written, cache, new)), (past + jax.nn.sigmoid(new[0]) * new[1]) @ p["out"]
+        written = lambda old, x: old.at[:, i].set(
+            lax.stop_gradient(x).astype(old.dtype)
+        )
+        return (
+            list(map(written, cache, new)),
+            (past + jax.nn.sigmoid(new[0]) * new[1]) @ p["out"],
+        )
 
     cache = [jnp.zeros((x.shape[0], T, D), jnp.bfloat16)] * 2
     _, ys = lax.scan(step, cache, (jnp.arange(T), x.swapaxes(0, 1)))
@@ -193,8 +262,14 @@ def decoding_with_a_window_of_inputs(p, x):
 
     def step(window, x):
         h, gate = jnp.split(x @ p["in"], 2, axis=-1)
-        window = lax.dynamic_update_slice(jnp.roll(window, -1, axis=1), h[:, None], (0, 3, 0))
-        return window, (jax.nn.silu((window * p["conv"]).sum(1)) * jax.nn.sigmoid(gate)) @ p["out"]
+        window = lax.dynamic_update_slice(
+            jnp.roll(window, -1, axis=1), h[:, None], (0, 3, 0)
+        )
+        return (
+            window,
+            (jax.nn.silu((window * p["conv"]).sum(1)) * jax.nn.sigmoid(gate))
+            @ p["out"],
+        )
 
     _, ys = lax.scan(step, jnp.zeros((x.shape[0], 4, D)), x.swapaxes(0, 1))
     return jnp.square(ys.swapaxes(0, 1)[:, :-1] - x[:, 1:]).mean()
@@ -203,12 +278,22 @@ def decoding_with_a_window_of_inputs(p, x):
 @program({"qkv": (D, 3 * D), "out": (D, D)}, **X, place=integers(64, T, 3))
 def attention_with_rotary_angles_of_three_axes(p, x, place):
     """Angles are sums of three products: of frames and pixels with frequencies."""
-    frequencies = 1 / 100 ** (jnp.arange(D // 2) / (D // 2)) * jnp.eye(3)[:, jnp.arange(D // 2) % 3]
+    frequencies = (
+        1
+        / 100 ** (jnp.arange(D // 2) / (D // 2))
+        * jnp.eye(3)[:, jnp.arange(D // 2) % 3]
+    )
     angle = place.astype(jnp.float32) @ frequencies
 
     def turned(x):
         a, b = jnp.split(x, 2, -1)
-        return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+        return jnp.concatenate(
+            [
+                a * jnp.cos(angle) - b * jnp.sin(angle),
+                a * jnp.sin(angle) + b * jnp.cos(angle),
+            ],
+            -1,
+        )
 
     q, k, v = jnp.split(x @ p["qkv"], 3, -1)
     weights = jax.nn.softmax(turned(q) @ turned(k).swapaxes(1, 2) / 4)

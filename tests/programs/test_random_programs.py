@@ -1,4 +1,6 @@
-"""Random programs under autocast: the value and each gradient are nearly as right as casting everything by hand."""
+"""Random programs under autocast: the value and each gradient are nearly as right as
+casting everything by hand.
+"""
 
 import hypothesis
 import jax
@@ -23,25 +25,44 @@ EXAMPLES = hypothesis.settings.default.max_examples**2 // 50  # 8 by default, 20
 def results(value_and_grad, dtype):
     """Return the values of all seeds as one array, and those of each gradient."""
     compiled = jax.jit(value_and_grad)
-    rows = [jax.tree.leaves(compiled(*cast(random_programs.make(seed), dtype))) for seed in SEEDS]
-    return [np.concatenate([np.asarray(x, np.float64).ravel() for x in column]) for column in zip(*rows, strict=True)]
+    rows = [
+        jax.tree.leaves(compiled(*cast(random_programs.make(seed), dtype)))
+        for seed in SEEDS
+    ]
+    return [
+        np.concatenate([np.asarray(x, np.float64).ravel() for x in column])
+        for column in zip(*rows, strict=True)
+    ]
 
 
 def check(operations, how, reduce_dtype, dtype):
-    """Raise if a value or a gradient of a program is more wrong than twice by hand and two roundings of all of it.
+    """Raise if a value or a gradient of a program is more wrong than twice by hand and
+    two roundings of all of it.
 
     1.1 times is the most that was seen.
     """
     loss = random_programs.loss(operations)
     scaled = lambda p, batch: loss(p, batch).astype(F32) * SCALE.loss_scale
-    ours = results(mpx.value_and_grad(mpx.autocast(loss, how, reduce_dtype=reduce_dtype), SCALE), dtype)
+    ours = results(
+        mpx.value_and_grad(mpx.autocast(loss, how, reduce_dtype=reduce_dtype), SCALE),
+        dtype,
+    )
     ours[0] *= SCALE.loss_scale
-    exact, by_hand = (results(jax.value_and_grad(scaled), in_dtype) for in_dtype in (F32, how))
+    exact, by_hand = (
+        results(jax.value_and_grad(scaled), in_dtype) for in_dtype in (F32, how)
+    )
     hypothesis.assume(all(np.isfinite(x).all() for x in by_hand))
     size = np.linalg.norm
     found = np.array([size(x - y) for x, y in zip(ours, exact, strict=True)])
-    most = np.array([2 * size(x - y) + jnp.finfo(how).eps * size(y) for x, y in zip(by_hand, exact, strict=True)])
-    assert (found <= most).all(), f"errors and the largest that are allowed: {found}, {most}"
+    most = np.array(
+        [
+            2 * size(x - y) + jnp.finfo(how).eps * size(y)
+            for x, y in zip(by_hand, exact, strict=True)
+        ]
+    )
+    assert (found <= most).all(), (
+        f"errors and the largest that are allowed: {found}, {most}"
+    )
 
 
 drawn = given(
@@ -54,18 +75,28 @@ drawn = given(
 
 @hypothesis.settings(max_examples=EXAMPLES)
 @drawn
-def test_a_random_program_is_nearly_as_right_as_by_hand(operations, how, reduce_dtype, dtype):
+def test_a_random_program_is_nearly_as_right_as_by_hand(
+    operations, how, reduce_dtype, dtype
+):
     check(operations, how, reduce_dtype, dtype)
 
 
 LOST = {
-    "of a weight that a loop slices": (border, "with_derivative_of", lambda x, value: value),
+    "of a weight that a loop slices": (
+        border,
+        "with_derivative_of",
+        lambda x, value: value,
+    ),
     "of a product with a float32 sum": (
         wide_gradients,
         "_derivative_of",
         lambda f, is_wide: lambda *operands: 0 * f(*operands),
     ),
-    "of a product with a bias": (contraction, "with_rounded_cotangent", lambda x, dtype: lax.stop_gradient(x)),
+    "of a product with a bias": (
+        contraction,
+        "with_rounded_cotangent",
+        lambda x, dtype: lax.stop_gradient(x),
+    ),
 }
 
 
@@ -73,6 +104,8 @@ LOST = {
 def test_a_derivative_that_is_lost_is_found(name, monkeypatch):
     """The negative control."""
     monkeypatch.setattr(*LOST[name])
-    quickly = hypothesis.settings(max_examples=100, phases=[hypothesis.Phase.generate], database=None)
+    quickly = hypothesis.settings(
+        max_examples=100, phases=[hypothesis.Phase.generate], database=None
+    )
     with pytest.raises(AssertionError, match="errors"):
         quickly(drawn(check))()

@@ -1,6 +1,8 @@
-"""Check `Blockwise8bit`: all codes, the turns between them, scales, blocks, what cannot be held.
+"""Check `Blockwise8bit`: all codes, the turns between them, scales, blocks, what cannot
+be held.
 
-The oracle is the definition of the map, in fractions; nearest members and neighbours are looked up in it in float64.
+The oracle is the definition of the map, in fractions; nearest members and neighbours
+are looked up in it in float64.
 """
 
 import functools
@@ -48,14 +50,19 @@ jit_encode = jax.jit(encode, static_argnums=(1, 2))
 jit_decode = jax.jit(decode, static_argnums=(1, 2))
 # Of blocks that stand alone: `[blocks, block_size, 1]` and codes of it.
 encode_each = jax.jit(jax.vmap(lambda block: encode(block, block.size, True)))
-decode_each = jax.jit(jax.vmap(lambda codes, scale: decode((codes, scale), codes.size, True)))
+decode_each = jax.jit(
+    jax.vmap(lambda codes, scale: decode((codes, scale), codes.size, True))
+)
 
 
 @functools.cache
 def members(signed):
     """Return the map by definition, ascending: of the codes -127 to 127, or 0 to 255."""
     top = 127 if signed else 255
-    return np.array([Fraction(c * abs(c), top**2) for c in range(-top if signed else 0, top + 1)], np.float64)
+    return np.array(
+        [Fraction(c * abs(c), top**2) for c in range(-top if signed else 0, top + 1)],
+        np.float64,
+    )
 
 
 def indices(codes, signed):
@@ -68,24 +75,36 @@ def of_codes(codes, signed):
 
 
 def all_codes(signed):
-    return jnp.arange(-127, 128, dtype=jnp.int8) if signed else jnp.arange(256, dtype=jnp.uint8)
+    return (
+        jnp.arange(-127, 128, dtype=jnp.int8)
+        if signed
+        else jnp.arange(256, dtype=jnp.uint8)
+    )
 
 
 def turns(signed):
-    """Return where the nearest code changes: half-way between the roots, not between the numbers themselves."""
+    """Return where the nearest code changes: half-way between the roots, not between
+    the numbers themselves.
+    """
     top = 127 if signed else 255
     halves = [2 * c + 1 for c in range(-top if signed else 0, top)]
-    return np.array([Fraction(half * abs(half), (2 * top) ** 2) for half in halves], np.float64)
+    return np.array(
+        [Fraction(half * abs(half), (2 * top) ** 2) for half in halves], np.float64
+    )
 
 
 def nearest(v, signed):
-    """Return the index of the member nearest to `v` (float64); unsigned, that of a positive number is not 0."""
+    """Return the index of the member nearest to `v` (float64); unsigned, that of a
+    positive number is not 0.
+    """
     index = np.searchsorted(turns(signed), v)
     return index if signed else np.where(v > 0, np.maximum(index, 1), index)
 
 
 def assert_nearest(codes, v, signed):
-    """Accept either neighbour within two millionths of the turn between them, and only the nearest one elsewhere."""
+    """Accept either neighbour within two millionths of the turn between them, and only
+    the nearest one elsewhere.
+    """
     chosen, best = indices(codes, signed), nearest(v, signed)
     off = chosen != best
     assert (np.abs(chosen - best)[off] == 1).all()
@@ -96,31 +115,48 @@ def assert_nearest(codes, v, signed):
 def quotients(x, scale, block_size):
     """Return `x / scale` in float64, flat; 0 in a block of scale 0."""
     per_number = np.repeat(np.asarray(scale, np.float64), block_size)[: x.size]
-    return np.divide(x.reshape(-1).astype(np.float64), per_number, out=np.zeros(x.size), where=per_number != 0)
+    return np.divide(
+        x.reshape(-1).astype(np.float64),
+        per_number,
+        out=np.zeros(x.size),
+        where=per_number != 0,
+    )
 
 
 def numbers(seed, blocks, block_size, signed):
     """Return float32 numbers, flat: nine decades within a block, forty between blocks."""
     rng = np.random.default_rng(seed)
-    x = 10 ** rng.uniform(-9, 0, (blocks, block_size)) * 10 ** rng.uniform(-20, 20, (blocks, 1))
+    x = 10 ** rng.uniform(-9, 0, (blocks, block_size)) * 10 ** rng.uniform(
+        -20, 20, (blocks, 1)
+    )
     x = x * rng.choice([-1, 1], x.shape) if signed else x
     return x.reshape(-1).astype(np.float32)
 
 
 def decoded_map(signed, scale=1):
     """Return what all codes decode to."""
-    return jit_decode(BlockwiseArray(all_codes(signed), jnp.float32([scale])), 256, signed)
+    return jit_decode(
+        BlockwiseArray(all_codes(signed), jnp.float32([scale])), 256, signed
+    )
 
 
 def round_trip(x, block_size, signed, seed=None):
     key = None if seed is None else jax.random.key(seed)
-    return np.asarray(jit_decode(jit_encode(jnp.asarray(x, jnp.float32), block_size, signed, key), block_size, signed))
+    return np.asarray(
+        jit_decode(
+            jit_encode(jnp.asarray(x, jnp.float32), block_size, signed, key),
+            block_size,
+            signed,
+        )
+    )
 
 
 def with_one_in_front(v, block_size=16):
     """Return numbers from -1 to 1 as blocks whose scale is exactly 1."""
     per_block = block_size - 1
-    padded = np.pad(np.asarray(v, np.float32), (0, -len(v) % per_block)).reshape(-1, per_block)
+    padded = np.pad(np.asarray(v, np.float32), (0, -len(v) % per_block)).reshape(
+        -1, per_block
+    )
     return np.pad(padded, ((0, 0), (1, 0)), constant_values=1).reshape(-1)
 
 
@@ -146,12 +182,16 @@ def test_encode_gives_the_nearest_member_over_nine_decades(signed, block_size):
     codes, scale = jax.tree.map(np.asarray, jit_encode(x, block_size, signed))
     v = quotients(x, scale, block_size)
     assert_nearest(codes, v, signed)
-    assert (of_codes(codes, signed) > v).mean() > 0.3  # negative control: rounding down would miss these
+    assert (
+        of_codes(codes, signed) > v
+    ).mean() > 0.3  # negative control: rounding down would miss these
 
 
 @both_maps
 def test_encode_turns_to_the_next_code_half_way_between_every_two(signed):
-    """Look a few millionths beside each turn; the unsigned turn between 0 and the first code is at 0."""
+    """Look a few millionths beside each turn; the unsigned turn between 0 and the first
+    code is at 0.
+    """
     turn = turns(signed)
     toward = np.sign(turn) * 5e-6
     for v in (turn * (1 - toward), turn * (1 + toward)):
@@ -188,10 +228,16 @@ def test_an_array_takes_a_byte_a_number_and_four_a_block():
 
 @both_maps
 @given(bits=hnp.arrays(np.uint32, (4, 16)), small=st.booleans())
-def test_the_scale_of_any_32_bits_is_what_comparisons_of_numbers_say(signed, bits, small):
-    """Draw NaN, infinities, zeros of both signs and subnormal numbers, which count as zero."""
+def test_the_scale_of_any_32_bits_is_what_comparisons_of_numbers_say(
+    signed, bits, small
+):
+    """Draw NaN, infinities, zeros of both signs and subnormal numbers, which count as
+    zero.
+    """
     x = (bits & np.uint32(0x80FF_FFFF) if small else bits).view(np.float32)
-    for block, scale in zip(x, np.asarray(jit_encode(x, 16, signed).scale).reshape(-1), strict=True):
+    for block, scale in zip(
+        x, np.asarray(jit_encode(x, 16, signed).scale).reshape(-1), strict=True
+    ):
         normal = np.where(np.abs(block) < SMALLEST_NORMAL, np.float32(0), block)
         if np.isnan(block).any() or (not signed and (normal < 0).any()):
             assert np.isnan(scale)
@@ -206,12 +252,21 @@ def test_the_derivative_of_what_is_decoded_is_zero():
 
 
 @both_maps
-@pytest.mark.parametrize("scale", [LARGEST, 2.0**127, 2.0**126, 2.0**64, BELOW_2_64, 2.0**-110, 2.0**-125, 2.0**-126])
+@pytest.mark.parametrize(
+    "scale",
+    [LARGEST, 2.0**127, 2.0**126, 2.0**64, BELOW_2_64, 2.0**-110, 2.0**-125, 2.0**-126],
+)
 def test_scales_at_both_ends_of_float32_give_the_nearest_codes(signed, scale):
-    """The reciprocal of the largest scales is subnormal, which is flushed to zero on many machines."""
-    v = np.geomspace(1e-9, 1, 4095) * (np.where(np.arange(4095) % 2, 1, -1) if signed else 1)
+    """The reciprocal of the largest scales is subnormal, which is flushed to zero on
+    many machines.
+    """
+    v = np.geomspace(1e-9, 1, 4095) * (
+        np.where(np.arange(4095) % 2, 1, -1) if signed else 1
+    )
     x = np.append(v * 0.999, 1).astype(np.float32) * np.float32(scale)
-    x[(np.abs(x) < 2 * SMALLEST_NORMAL) & (x != np.float32(scale))] = 0  # subnormal numbers may count as zero
+    x[(np.abs(x) < 2 * SMALLEST_NORMAL) & (x != np.float32(scale))] = (
+        0  # subnormal numbers may count as zero
+    )
     coded = jit_encode(x, 4096, signed)
     assert_same_bits(coded.scale, jnp.float32([scale]))
     assert_nearest(np.asarray(coded.codes), quotients(x, coded.scale, 4096), signed)
@@ -227,9 +282,13 @@ keys = pytest.mark.parametrize("seed", [None, 0], ids=["nearest", "stochastic"])
 
 
 def decoded_middle(x, signed, seed):
-    """Return what the second of three blocks becomes; check that the others become what they do beside ones."""
+    """Return what the second of three blocks becomes; check that the others become what
+    they do beside ones.
+    """
     beside_ones = np.concatenate([x[:16], np.ones(16, np.float32), x[32:]])
-    decoded, expected = (round_trip(y, 16, signed, seed).reshape(3, 16) for y in (x, beside_ones))
+    decoded, expected = (
+        round_trip(y, 16, signed, seed).reshape(3, 16) for y in (x, beside_ones)
+    )
     assert np.isfinite(decoded[::2]).all()
     assert_same_bits(decoded[::2], expected[::2])
     return decoded[1]
@@ -270,29 +329,39 @@ def test_a_negative_number_makes_its_block_nan_under_the_unsigned_map(seed):
 def test_at_random_the_mean_over_many_keys_is_the_number(signed):
     """A number with the odds p goes up in `n` codings `n p ± sqrt(n p (1 - p))` times."""
     n, v = 3000, np.random.default_rng(8).uniform(-4 if signed else -4.6, -0.01, 240)
-    x = with_one_in_front(10**v * np.where(np.arange(240) % 2, -1, 1) if signed else 10**v).astype(np.float32)
+    x = with_one_in_front(
+        10**v * np.where(np.arange(240) % 2, -1, 1) if signed else 10**v
+    ).astype(np.float32)
     keys = jax.random.split(jax.random.key(9), n)
-    decoded = jax.jit(jax.vmap(lambda k: decode(encode(x, 16, signed, k), 16, signed)))(keys)
+    decoded = jax.jit(jax.vmap(lambda k: decode(encode(x, 16, signed, k), 16, signed)))(
+        keys
+    )
     mean, m = np.asarray(decoded, np.float64).mean(0), members(signed)
 
     inner = np.abs(x) < m[-2]
     x, mean = x[inner].astype(np.float64), mean[inner]
     high = np.searchsorted(m, x)
     odds = (x - m[high - 1]) / (m[high] - m[high - 1])
-    x, mean, high, odds = (a[(odds > 0.02) & (odds < 0.98)] for a in (x, mean, high, odds))
+    x, mean, high, odds = (
+        a[(odds > 0.02) & (odds < 0.98)] for a in (x, mean, high, odds)
+    )
     assert len(x) > 200
     deviation = np.sqrt(odds * (1 - odds) / n) * (m[high] - m[high - 1])
     z = (mean - x) / deviation
     assert np.abs(z).max() < SIGMAS
     assert 0.5 < np.mean(z**2) < 1.5
-    control = (m[nearest(x, signed)] - x) / deviation  # negative control: the nearest member
+    control = (
+        m[nearest(x, signed)] - x
+    ) / deviation  # negative control: the nearest member
     assert np.mean(control**2) > 100
 
 
 @both_maps
 @pytest.mark.parametrize("seed", range(3))
 def test_at_random_every_number_becomes_one_of_its_two_neighbours(signed, seed):
-    """A number close to a code counts as that code. Unsigned, a positive number does not become zero."""
+    """A number close to a code counts as that code. Unsigned, a positive number does
+    not become zero.
+    """
     x = numbers(10 + seed, 256, 256, signed)
     codes, scale = jit_encode(x, 256, signed, jax.random.key(seed))
     v, m, chosen = quotients(x, scale, 256), members(signed), indices(codes, signed)
@@ -304,9 +373,15 @@ def test_at_random_every_number_becomes_one_of_its_two_neighbours(signed, seed):
 
 
 @both_maps
-def test_at_random_equal_keys_give_equal_codes_eagerly_and_under_jit_and_other_keys_others(signed):
-    """Look at members, whose odds are 0 or 1 but for a rounding, and at numbers of all magnitudes."""
-    x = jnp.concatenate([decoded_map(signed), jnp.asarray(numbers(13, 4, 256, signed)[:1000])])
+def test_at_random_equal_keys_give_equal_codes_eagerly_and_under_jit_and_other_keys_others(
+    signed,
+):
+    """Look at members, whose odds are 0 or 1 but for a rounding, and at numbers of all
+    magnitudes.
+    """
+    x = jnp.concatenate(
+        [decoded_map(signed), jnp.asarray(numbers(13, 4, 256, signed)[:1000])]
+    )
     first, other = (jit_encode(x, 256, signed, jax.random.key(k)) for k in (0, 1))
     assert_same_bits(encode(x, 256, signed, jax.random.key(0)), first)
     assert_same_bits(other.scale, first.scale)
@@ -317,9 +392,14 @@ def test_at_random_equal_keys_give_equal_codes_eagerly_and_under_jit_and_other_k
 
 
 def test_other_block_sizes_than_powers_of_two_from_16_to_65536_and_other_signs_than_booleans_are_refused():
-    assert [Blockwise8bit(2**i).block_size for i in range(4, 17)] == [2**i for i in range(4, 17)]
+    assert [Blockwise8bit(2**i).block_size for i in range(4, 17)] == [
+        2**i for i in range(4, 17)
+    ]
     for size in [0, 8, 100, 2**17, -256, True, 256.0, "256", None]:
-        message = f"`Blockwise8bit`: `block_size` must be a power of two from 16 to 65,536, but got {size!r}."
+        message = (
+            "`Blockwise8bit`: `block_size` must be a power of two from 16 to 65,536,"
+            f" but got {size!r}."
+        )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             Blockwise8bit(block_size=size)
     for signed in (0, 1, "yes"):
@@ -328,55 +408,92 @@ def test_other_block_sizes_than_powers_of_two_from_16_to_65536_and_other_signs_t
 
 
 SHAPES = [(3, 256), (3, 100), (16, 1024), (2, 8, 1024), (4096,), (1024, 8), ()]
-SHAPES_AND_SIZES = [(shape, 128) for shape in SHAPES] + [(shape, size) for shape in SHAPES[1:3] for size in (16, 1024)]
+SHAPES_AND_SIZES = [(shape, 128) for shape in SHAPES] + [
+    (shape, size) for shape in SHAPES[1:3] for size in (16, 1024)
+]
 
 
 @pytest.mark.parametrize(("shape", "block_size"), SHAPES_AND_SIZES, ids=str)
 def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape, block_size):
     """Some of these arrays are seen in the tiles of a TPU."""
     x = numbers(4, 2**15 // block_size, block_size, True)[: int(np.prod(shape))]
-    alone = encode_each(np.pad(x, (0, 2**15 - x.size)).reshape(-1, block_size, 1))  # as many blocks for all shapes
+    alone = encode_each(
+        np.pad(x, (0, 2**15 - x.size)).reshape(-1, block_size, 1)
+    )  # as many blocks for all shapes
     coded = jit_encode(x.reshape(shape), block_size, True)
-    assert_same_bits(coded.scale.reshape(-1), alone.scale.reshape(-1)[: -(-x.size // block_size)])
+    assert_same_bits(
+        coded.scale.reshape(-1), alone.scale.reshape(-1)[: -(-x.size // block_size)]
+    )
     assert_same_bits(coded.codes.reshape(-1), alone.codes.reshape(-1)[: x.size])
-    assert_same_bits(jit_decode(coded, block_size, True).reshape(-1), decode_each(*alone).reshape(-1)[: x.size])
+    assert_same_bits(
+        jit_decode(coded, block_size, True).reshape(-1),
+        decode_each(*alone).reshape(-1)[: x.size],
+    )
 
 
-@pytest.mark.parametrize(("shape", "signed"), [((24, 512), True), ((3, 50), False), ((1, 1, 4097), True)])
-def test_scales_that_are_cut_to_fit_into_a_cache_give_the_same_bits(shape, signed, monkeypatch):
-    x, format = jax.random.normal(jax.random.key(0), shape, jnp.float32), Blockwise8bit(16, signed=signed)
-    there_and_back = lambda: jax.jit(lambda x: (encoded := format.encode(x), format.decode(*encoded)))
+@pytest.mark.parametrize(
+    ("shape", "signed"), [((24, 512), True), ((3, 50), False), ((1, 1, 4097), True)]
+)
+def test_scales_that_are_cut_to_fit_into_a_cache_give_the_same_bits(
+    shape, signed, monkeypatch
+):
+    x, format = (
+        jax.random.normal(jax.random.key(0), shape, jnp.float32),
+        Blockwise8bit(16, signed=signed),
+    )
+    there_and_back = lambda: jax.jit(
+        lambda x: (encoded := format.encode(x), format.decode(*encoded))
+    )
     expected = there_and_back()(x)
-    monkeypatch.setattr(blocks, "_CACHED", 28)  # bytes: seven scales, which divide none of these numbers of blocks
+    monkeypatch.setattr(
+        blocks, "_CACHED", 28
+    )  # bytes: seven scales, which divide none of these numbers of blocks
     monkeypatch.setattr(blocks, "are_several_in_sight", lambda: False)
-    assert "concatenate" in {eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(there_and_back())(x))}
+    assert "concatenate" in {
+        eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(there_and_back())(x))
+    }
     assert_same_bits(there_and_back()(x), expected)
 
 
 # Many devices.
 
 
-@pytest.mark.parametrize("shape", [(64, 2304), (16, 1600), (2, 8, 192), (320,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(64, 2304), (16, 1600), (2, 8, 192), (320,)], ids=str
+)
 @pytest.mark.parametrize("format", [Blockwise8bit(), Blockwise4bit(64)], ids=str)
 def test_blocks_that_reach_over_devices_have_the_bits_of_one_device(format, shape):
-    """Of 2,304 columns a device has 288, whose blocks of 256 consist of units of 32: the largest of each is sent."""
+    """Of 2,304 columns a device has 288, whose blocks of 256 consist of units of 32:
+    the largest of each is sent.
+    """
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
     def coded(devices):
-        mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices("cpu")[:devices])
+        mesh = jax.make_mesh(
+            (devices,),
+            ("data",),
+            (AxisType.Auto,),
+            devices=jax.devices("cpu")[:devices],
+        )
         with jax.set_mesh(mesh):
             columns = jax.device_put(x, P(*[None] * (len(shape) - 1), "data"))
             codes, scales = jax.jit(lambda x: format.encode(x))(columns)
-            return jax.tree.map(np.asarray, (codes, scales, jax.jit(format.decode)(codes, scales)))
+            return jax.tree.map(
+                np.asarray, (codes, scales, jax.jit(format.decode)(codes, scales))
+            )
 
     divided, whole = coded(8), coded(1)
     assert_same_bits(divided, whole)
-    of_blocks = np.pad(np.abs(x).reshape(-1), (0, -x.size % format.block_size)).reshape(-1, format.block_size)
+    of_blocks = np.pad(np.abs(x).reshape(-1), (0, -x.size % format.block_size)).reshape(
+        -1, format.block_size
+    )
     assert (divided[1].reshape(-1) == of_blocks.max(1)).all()
 
 
 def test_columns_of_an_exported_program_may_be_symbols():
     (n,) = jax.export.symbolic_shape("n")
-    exported = jax.export.export(jax.jit(Blockwise8bit().encode))(jax.ShapeDtypeStruct((4, 64 * n), jnp.float32))
+    exported = jax.export.export(jax.jit(Blockwise8bit().encode))(
+        jax.ShapeDtypeStruct((4, 64 * n), jnp.float32)
+    )
     x = np.random.default_rng(0).normal(size=(4, 192)).astype(np.float32)
     assert_same_bits(exported.call(x), Blockwise8bit().encode(x))

@@ -21,7 +21,9 @@ round_trip = jax.jit(lambda x, key=None: FORMAT.decode(*FORMAT.encode(x, key)))
 def numbers(seed, shape=(64, 32)):
     """Return normal numbers; blocks have other sizes."""
     rng = np.random.default_rng(seed)
-    return (rng.normal(size=shape) * 10 ** rng.uniform(-6, 2, (*shape[:-1], 1))).astype(np.float32)
+    return (rng.normal(size=shape) * 10 ** rng.uniform(-6, 2, (*shape[:-1], 1))).astype(
+        np.float32
+    )
 
 
 def over_the_largest(x):
@@ -31,10 +33,16 @@ def over_the_largest(x):
 
 
 def test_each_byte_holds_two_neighbours_the_first_in_its_low_bits():
-    pairs = np.stack(np.meshgrid(np.arange(-8, 8), np.arange(-8, 8), indexing="ij"), -1).reshape(2, -1).astype(np.int32)
+    pairs = (
+        np.stack(np.meshgrid(np.arange(-8, 8), np.arange(-8, 8), indexing="ij"), -1)
+        .reshape(2, -1)
+        .astype(np.int32)
+    )
     bytes_ = packed(jnp.asarray(pairs))
     assert (bytes_.dtype, bytes_.shape) == (np.uint8, (2, 128))
-    np.testing.assert_array_equal(bytes_, (pairs[:, ::2] & 15) | (pairs[:, 1::2] & 15) << 4)
+    np.testing.assert_array_equal(
+        bytes_, (pairs[:, ::2] & 15) | (pairs[:, 1::2] & 15) << 4
+    )
     np.testing.assert_array_equal(unpacked(bytes_), pairs)
 
 
@@ -52,7 +60,8 @@ def test_numbers_become_members_of_the_map_and_the_largest_of_a_block_stays_exac
         assert np.abs(found[..., None] - MEMBERS).min(axis=-1).max() < 1e-6
         largest = np.abs(over_the_largest(x)) == 1
         np.testing.assert_array_equal(
-            np.asarray(round_trip(x, key)).reshape(-1, 16)[largest], x.reshape(-1, 16)[largest]
+            np.asarray(round_trip(x, key)).reshape(-1, 16)[largest],
+            x.reshape(-1, 16)[largest],
         )
 
 
@@ -68,19 +77,30 @@ def test_at_random_a_number_becomes_one_of_its_two_neighbours_and_is_right_in_th
     assert (many <= (high + 1e-6) * scale).all()
     deviation = np.sqrt(np.maximum((v - low) * (high - v), 1e-4) / count) * scale
     assert np.abs((mean - x) / deviation).max() < 6
-    assert np.abs((np.asarray(round_trip(x)) - x) / deviation).max() > 20  # to nearest: negative control
+    assert (
+        np.abs((np.asarray(round_trip(x)) - x) / deviation).max() > 20
+    )  # to nearest: negative control
 
 
 def test_coding_again_changes_nothing():
     for shape in ((64, 32), (3, 5), (7,), ()):
-        once = round_trip(np.asarray(numbers(2, (64, 32)).reshape(-1)[: int(np.prod(shape))].reshape(shape)))
+        once = round_trip(
+            np.asarray(
+                numbers(2, (64, 32)).reshape(-1)[: int(np.prod(shape))].reshape(shape)
+            )
+        )
         assert_same_bits(round_trip(once), once)
         assert_same_bits(round_trip(once, jax.random.key(1)), once)
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "codes"),
-    [((64, 128), "uint8", (64, 64)), ((3, 5), "int8", (3, 5)), ((10,), "uint8", (5,)), ((), "int8", ())],
+    [
+        ((64, 128), "uint8", (64, 64)),
+        ((3, 5), "int8", (3, 5)),
+        ((10,), "uint8", (5,)),
+        ((), "int8", ()),
+    ],
 )
 def test_two_codes_share_a_byte_if_rows_are_even(shape, dtype, codes):
     stored, _ = jax.eval_shape(mpx.Blockwise4bit().encode, jnp.ones(shape, jnp.float32))
@@ -99,7 +119,11 @@ def test_what_is_not_finite_stays_visible():
 
 def test_the_bits_are_the_same_everywhere():
     encode = lambda x: FORMAT.encode(x, jax.random.key(0))
-    assert_same_bits_everywhere(encode, jnp.asarray(numbers(4, (2, 48))), ways=("jit", "scan", "vmap", "64 bits"))
+    assert_same_bits_everywhere(
+        encode,
+        jnp.asarray(numbers(4, (2, 48))),
+        ways=("jit", "scan", "vmap", "64 bits"),
+    )
 
 
 @pytest.mark.optax_promotion
@@ -110,6 +134,9 @@ def test_it_works_beside_second_moments_in_8_bits_and_rounds_only_its_own_leaves
         formats = {"mu": mpx.Blockwise4bit(), "nu": mpx.Blockwise8bit()}
         tx = mpx.low_precision_state(optax.adam(1e-3), formats, key=key)
         _, trained[name] = jax.jit(tx.update)(params, tx.init(params), params)
-    first, second = ({name: optax.tree.get(trained[name], field)["w"] for name in "ab"} for field in ("mu", "nu"))
+    first, second = (
+        {name: optax.tree.get(trained[name], field)["w"] for name in "ab"}
+        for field in ("mu", "nu")
+    )
     assert_same_bits(second["a"], second["b"])
     assert (np.asarray(first["a"].codes) != np.asarray(first["b"].codes)).mean() > 0.3

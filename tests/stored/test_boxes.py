@@ -1,4 +1,6 @@
-"""Boxes of Flax around parameters: a run with them has the bits of one without, and each part lies where it should."""
+"""Boxes of Flax around parameters: a run with them has the bits of one without, and
+each part lies where it should.
+"""
 
 import dataclasses
 import functools
@@ -36,8 +38,9 @@ NAMES = {  # shapes and names of axes
 }
 RULES = (("wide", "model"), ("other", None))
 OF_MESH = {"wide": "model"}
-# Where codes and scales lie that have another shape than their array. (An axis of 512 can be divided like one of 1,024,
-# one of 502 not like one of 1,004. Scales in one row have no axis of their array.)
+# Where codes and scales lie that have another shape than their array. (An axis of 512
+# can be divided like one of 1,024, one of 502 not like one of 1,004. Scales in one row
+# have no axis of their array.)
 OTHER_PARTS = {
     ("rows", (16, 256)): P("model"),
     ("rows", (16, 2)): P("model"),
@@ -54,7 +57,9 @@ OTHER_PARTS = {
 def mesh_of(devices):
     shape = {1: (1, 1), 8: (2, 4)}[devices]
     kinds = (AxisType.Auto,) * 2
-    return jax.make_mesh(shape, ("data", "model"), axis_types=kinds, devices=jax.devices("cpu")[:devices])
+    return jax.make_mesh(
+        shape, ("data", "model"), axis_types=kinds, devices=jax.devices("cpu")[:devices]
+    )
 
 
 def policy_of(recipe):
@@ -67,7 +72,9 @@ def optimizer(recipe):
 
 
 def arrays(recipe=None, begin=0.0):
-    at = lambda shape: jnp.sin(jnp.arange(np.prod(shape), dtype=jnp.float32) + begin).reshape(shape)
+    at = lambda shape: jnp.sin(
+        jnp.arange(np.prod(shape), dtype=jnp.float32) + begin
+    ).reshape(shape)
     tree = {name: at(shape) for name, (shape, _) in NAMES.items()}
     return tree if recipe is None else policy_of(recipe).cast_to_param(tree)
 
@@ -96,11 +103,17 @@ def shardings_by_flax(tree, box, mesh):
     if box is of_nnx:
         return nnx.get_named_sharding(tree, mesh)
     specs = nn.get_partition_spec(tree)
-    return nn.logical_to_mesh_sharding(specs, mesh, RULES) if box is logical else nn.get_sharding(tree, mesh)
+    return (
+        nn.logical_to_mesh_sharding(specs, mesh, RULES)
+        if box is logical
+        else nn.get_sharding(tree, mesh)
+    )
 
 
 def should_lie(path, leaf):
-    """Return the spec of a leaf of a state, from the parameter that it belongs to and its shape."""
+    """Return the spec of a leaf of a state, from the parameter that it belongs to and
+    its shape.
+    """
     name = next((key.key for key in path if getattr(key, "key", None) in NAMES), None)
     if name is None:
         return P()
@@ -109,7 +122,9 @@ def should_lie(path, leaf):
 
 
 class Run:
-    """A training run of a recipe, with boxes around its parameters or without, on some devices."""
+    """A training run of a recipe, with boxes around its parameters or without, on some
+    devices.
+    """
 
     def __init__(self, recipe, box, devices):
         self.box, self.mesh, self.tx = box, mesh_of(devices), optimizer(recipe)
@@ -122,12 +137,21 @@ class Run:
     def places(self, tree):
         if self.box is not None:
             return shardings_by_flax(tree, self.box, self.mesh)
-        return jax.tree.map_with_path(lambda path, leaf: NamedSharding(self.mesh, should_lie(path, leaf)), tree)
+        return jax.tree.map_with_path(
+            lambda path, leaf: NamedSharding(self.mesh, should_lie(path, leaf)), tree
+        )
 
     def stepped(self, step, state, places):
-        compiled = jax.jit(step, out_shardings=(self.places(self.params), places), compiler_options=unfused())
+        compiled = jax.jit(
+            step,
+            out_shardings=(self.places(self.params), places),
+            compiler_options=unfused(),
+        )
         params = self.params
-        for _ in range(2):  # two programs at once would wait for each other's threads, where cores are few
+        for _ in range(
+            2
+            # two programs at once would wait for each other's threads, where cores are few
+        ):
             params, state = jax.block_until_ready(compiled(params, state, self.grads))
         return params, state
 
@@ -165,14 +189,21 @@ class Run:
     def convert(self, folder):
         """Go on in float32, and come back."""
         params, state = self.step(folder)
-        other, is_wide = optimizer("f32"), all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
+        other, is_wide = (
+            optimizer("f32"),
+            all(x.dtype == jnp.float32 for x in jax.tree.leaves(params)),
+        )
         there = mpx.convert_state(params, state, self.tx, other)
-        return mpx.convert_state(*there, other, self.tx, policy="f32" if is_wide else None)
+        return mpx.convert_state(
+            *there, other, self.tx, policy="f32" if is_wide else None
+        )
 
 
 BOXES = {"Linen": of_linen, "logical": logical, "NNX": of_nnx}
 WHAT = ("init", "step", "save", "convert", "fused_update", "zero1")
-CELLS = [", ".join(cell) for cell in itertools.product(ALL_RECIPES, BOXES, ("1", "8"), WHAT)]
+CELLS = [
+    ", ".join(cell) for cell in itertools.product(ALL_RECIPES, BOXES, ("1", "8"), WHAT)
+]
 QUICK = [
     "bf16-split24-4bit, Linen, 8, init",
     "bf16-split24-4bit, logical, 8, step",
@@ -197,19 +228,37 @@ def without_a_box(recipe, devices, what):
 def test_a_run_in_boxes_has_the_bits_and_the_places_of_one_without(cell, tmp_path):
     recipe, box, devices, what = cell.split(", ")
     run = Run(recipe, BOXES[box], int(devices))
-    actual, expected = getattr(run, what)(tmp_path), without_a_box(recipe, int(devices), what)
+    actual, expected = (
+        getattr(run, what)(tmp_path),
+        without_a_box(recipe, int(devices), what),
+    )
     inside = nnx.as_pure(actual) if box == "NNX" else flax.core.meta.unbox(actual)
     assert_same_bits(inside, expected)
-    for (path, a), e in zip(jax.tree.leaves_with_path(inside), jax.tree.leaves(expected), strict=True):
-        should = e.sharding if what in ("convert", "zero1") else NamedSharding(run.mesh, should_lie(path, a))
-        assert a.sharding.is_equivalent_to(should, a.ndim), (path, a.shape, a.sharding, should)
+    for (path, a), e in zip(
+        jax.tree.leaves_with_path(inside), jax.tree.leaves(expected), strict=True
+    ):
+        should = (
+            e.sharding
+            if what in ("convert", "zero1")
+            else NamedSharding(run.mesh, should_lie(path, a))
+        )
+        assert a.sharding.is_equivalent_to(should, a.ndim), (
+            path,
+            a.shape,
+            a.sharding,
+            should,
+        )
 
 
 EIGHT_BITS = {"[mn]u": mpx.Blockwise8bit()}
 
 
 def names_of(part):
-    return part.get_metadata("out_sharding") if isinstance(part, nnx.Variable) else part.names
+    return (
+        part.get_metadata("out_sharding")
+        if isinstance(part, nnx.Variable)
+        else part.names
+    )
 
 
 @pytest.mark.parametrize("box", [of_linen, of_nnx])
@@ -220,34 +269,85 @@ def names_of(part):
         ((1, 2**14), ("a", "b"), ("a", "b"), ("a", "b")),  # 64 blocks in a row
         ((2, 8, 512), ("a", "b", "c"), ("a", "b", "c"), ("a", "b", None)),
         ((16, 512), ("a",), ("a",), ("a",)),  # a spec may leave out the last axes
-        ((27, 1000), (("a", "b"), None), (("a", "b"), None), (None,)),  # 106 blocks, which cross the ends of rows
+        (
+            (27, 1000),
+            (("a", "b"), None),
+            (("a", "b"), None),
+            (None,),
+        ),  # 106 blocks, which cross the ends of rows
         ((128, 1000), ("a", "b"), ("a", "b"), (None,)),  # 500
         ((128, 1004), ("a", None), ("a", None), (None,)),  # 502
-        ((256, 1000), ("a", "b"), ("a", "b"), ("a",)),  # 1,000, which eight devices divide
-        ((72, 2, 192), ("a", "b", "c"), ("a", "b", "c"), ("a", "b", None)),  # blocks of 64, three in a row
-        ((72, 2, 192), ("a", "b"), ("a", "b"), (None,)),  # 108 that cross rows, none of which is divided
+        (
+            (256, 1000),
+            ("a", "b"),
+            ("a", "b"),
+            ("a",),
+        ),  # 1,000, which eight devices divide
+        (
+            (72, 2, 192),
+            ("a", "b", "c"),
+            ("a", "b", "c"),
+            ("a", "b", None),
+        ),  # blocks of 64, three in a row
+        (
+            (72, 2, 192),
+            ("a", "b"),
+            ("a", "b"),
+            (None,),
+        ),  # 108 that cross rows, none of which is divided
         ((8192,), ("a",), ("a",), ("a",)),
     ],
 )
-def test_codes_and_scales_have_the_names_of_the_axes_that_they_still_have(box, shape, names, codes, scales):
+def test_codes_and_scales_have_the_names_of_the_axes_that_they_still_have(
+    box, shape, names, codes, scales
+):
     x = jnp.ones(shape, jnp.float32)
-    w = nn.Partitioned(x, names) if box is of_linen else nnx.Param(x, out_sharding=names, eager_sharding=False)
-    stored = mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS).init({"w": w}).inner_state[0].mu["w"]
+    w = (
+        nn.Partitioned(x, names)
+        if box is of_linen
+        else nnx.Param(x, out_sharding=names, eager_sharding=False)
+    )
+    stored = (
+        mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS)
+        .init({"w": w})
+        .inner_state[0]
+        .mu["w"]
+    )
     assert (names_of(stored.codes), names_of(stored.scales)) == (codes, scales)
 
 
 def test_names_under_a_key_that_trainers_read_are_those_that_fit_too():
-    """Each layer of MaxText has its names twice, and the second are taken where the first are empty."""
-    w = nnx.Param(jnp.ones((27, 1000), jnp.float32), out_sharding=("a", None), eager_sharding=False)
-    w = w.replace(sharding_names=("a", None))  # as MaxText does: `set_metadata` knows another name for it
-    kept = mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS).init({"w": w}).inner_state[0].nu["w"]
-    assert [x.get_metadata()["sharding_names"] for x in (kept.codes, kept.scales)] == [("a", None), (None,)]
+    """Each layer of MaxText has its names twice, and the second are taken where the
+    first are empty.
+    """
+    w = nnx.Param(
+        jnp.ones((27, 1000), jnp.float32),
+        out_sharding=("a", None),
+        eager_sharding=False,
+    )
+    w = w.replace(
+        sharding_names=("a", None)
+    )  # as MaxText does: `set_metadata` knows another name for it
+    kept = (
+        mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS)
+        .init({"w": w})
+        .inner_state[0]
+        .nu["w"]
+    )
+    assert [x.get_metadata()["sharding_names"] for x in (kept.codes, kept.scales)] == [
+        ("a", None),
+        (None,),
+    ]
 
 
 def largest_gather(box, shape, *names):
-    """Return the size of the largest array that XLA gathers in a step of a state that was made without a mesh."""
+    """Return the size of the largest array that XLA gathers in a step of a state that
+    was made without a mesh.
+    """
     mesh, tx = mesh_of(8), mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS)
-    by_shape = lambda tree: jax.tree.map(lambda x: NamedSharding(mesh, P(*names) if x.shape == shape else P()), tree)
+    by_shape = lambda tree: jax.tree.map(
+        lambda x: NamedSharding(mesh, P(*names) if x.shape == shape else P()), tree
+    )
     w = jax.ShapeDtypeStruct(shape, jnp.float32)
     boxed, place = {
         "none": (w, by_shape),
@@ -257,10 +357,14 @@ def largest_gather(box, shape, *names):
         ),
         "Linen": (nn.Partitioned(w, names), lambda tree: nn.get_sharding(tree, mesh)),
     }[box]
-    like = lambda s, box: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), box)
+    like = lambda s, box: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), box
+    )
     typed = lambda tree: jax.tree.map(like, place(tree), tree)
     state = jax.eval_shape(tx.init, {"w": boxed})
-    step = jax.jit(lambda grads, state: tx.update(grads, state)[1], out_shardings=place(state))
+    step = jax.jit(
+        lambda grads, state: tx.update(grads, state)[1], out_shardings=place(state)
+    )
     text = step.lower(typed({"w": boxed}), typed(state)).compile().as_text()
     sizes = re.findall(r"\[([\d,]*)\]\S* all-gather\(", text)
     return max((math.prod(map(int, size.split(","))) for size in sizes), default=0)
@@ -281,23 +385,41 @@ def test_a_state_that_was_made_without_a_mesh_is_coded_where_it_lies(box, shape,
 
 
 def test_without_names_blocks_cross_rows_and_a_step_gathers_the_largest_of_each_eight_numbers():
-    """Negative control for the test above. Of 64 columns over eight devices each has eight."""
-    assert largest_gather("none", (128, 2, 64), None, None, ("data", "model")) == 128 * 2 * 64 / 8
+    """Negative control for the test above. Of 64 columns over eight devices each has
+    eight.
+    """
+    assert (
+        largest_gather("none", (128, 2, 64), None, None, ("data", "model"))
+        == 128 * 2 * 64 / 8
+    )
 
 
 def test_the_names_of_an_optimizer_state_are_those_of_its_parts_too():
     """Flax takes `optimizer_sharding` for the state, where a parameter has it."""
-    metadata = {"out_sharding": (None, None), "optimizer_sharding": ("a", "b"), "eager_sharding": False}
-    model = nnx.Linear(16, 512, use_bias=False, kernel_metadata=metadata, rngs=nnx.Rngs(0))
-    state = nnx.Optimizer(model, mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS), wrt=nnx.Param).opt_state
+    metadata = {
+        "out_sharding": (None, None),
+        "optimizer_sharding": ("a", "b"),
+        "eager_sharding": False,
+    }
+    model = nnx.Linear(
+        16, 512, use_bias=False, kernel_metadata=metadata, rngs=nnx.Rngs(0)
+    )
+    state = nnx.Optimizer(
+        model, mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS), wrt=nnx.Param
+    ).opt_state
     stored = state.inner_state[0].mu["kernel"]
-    assert (names_of(stored.codes), names_of(stored.scales)) == (("a", "b"), ("a", None))
+    assert (names_of(stored.codes), names_of(stored.scales)) == (
+        ("a", "b"),
+        ("a", None),
+    )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Named(flax.core.meta.AxisMetadata):
-    """A user's own box, of which nothing is known but that it holds an array of two axes."""
+    """A user's own box, of which nothing is known but that it holds an array of two
+    axes.
+    """
 
     value: Any
 
@@ -315,9 +437,15 @@ class Named(flax.core.meta.AxisMetadata):
 
 def test_a_box_of_a_users_own_is_put_around_what_has_the_shape_of_its_array():
     params = {"w": Named(jnp.ones((16, 512), jnp.float32))}
-    tx = mpx.low_precision_state(optax.adam(1e-3), {"mu": mpx.Blockwise4bit()} | EIGHT_BITS, key=jax.random.key(0))
+    tx = mpx.low_precision_state(
+        optax.adam(1e-3),
+        {"mu": mpx.Blockwise4bit()} | EIGHT_BITS,
+        key=jax.random.key(0),
+    )
     state = tx.init(params)
-    (mu,), (nu,) = (moment.values() for moment in (state.inner_state[0].mu, state.inner_state[0].nu))
+    (mu,), (nu,) = (
+        moment.values() for moment in (state.inner_state[0].mu, state.inner_state[0].nu)
+    )
     assert isinstance(nu.codes, Named)
     assert all(isinstance(part, jax.Array) for part in (nu.scales, mu.codes, mu.scales))
     new = jax.jit(tx.update)(params, state, params)[1]
@@ -325,9 +453,13 @@ def test_a_box_of_a_users_own_is_put_around_what_has_the_shape_of_its_array():
 
 
 def test_a_state_in_boxes_is_updated_without_parameters_too():
-    """Codes of 4 bits lack a name; the rule gets its moments in the boxes of the gradients nevertheless."""
+    """Codes of 4 bits lack a name; the rule gets its moments in the boxes of the
+    gradients nevertheless.
+    """
     grads = boxed(arrays(), of_linen)
-    tx = mpx.low_precision_state(optax.trace(0.9), {"trace": mpx.Blockwise4bit()}, key=jax.random.key(0))
+    tx = mpx.low_precision_state(
+        optax.trace(0.9), {"trace": mpx.Blockwise4bit()}, key=jax.random.key(0)
+    )
     state = tx.init(grads)
     assert names_of(state.inner_state.trace["columns"].codes) == (None, None)
     assert_same_bits(tx.update(grads, state), tx.update(grads, state, grads))
@@ -337,7 +469,9 @@ X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
 
 
 def jitted(step, *modules):
-    """Run a function that changes modules of NNX in a program without fusion, for which `nnx.jit` has no option."""
+    """Run a function that changes modules of NNX in a program without fusion, for which
+    `nnx.jit` has no option.
+    """
     graph, state = nnx.split(modules)
 
     def pure(state):
@@ -350,10 +484,17 @@ def jitted(step, *modules):
 
 class Model(nnx.Module):
     def __init__(self, names, rngs):
-        named = lambda init, *axes: nnx.with_partitioning(init(), axes) if names else init()
+        named = lambda init, *axes: (
+            nnx.with_partitioning(init(), axes) if names else init()
+        )
         kernel = lambda *axes: named(nnx.initializers.lecun_normal, *axes)
-        zeros, ones = (named(init, "model") for init in (nnx.initializers.zeros_init, nnx.initializers.ones_init))
-        self.up = nnx.Linear(16, 512, kernel_init=kernel(None, "model"), bias_init=zeros, rngs=rngs)
+        zeros, ones = (
+            named(init, "model")
+            for init in (nnx.initializers.zeros_init, nnx.initializers.ones_init)
+        )
+        self.up = nnx.Linear(
+            16, 512, kernel_init=kernel(None, "model"), bias_init=zeros, rngs=rngs
+        )
         self.norm = nnx.LayerNorm(512, scale_init=ones, rngs=rngs)
         self.down = nnx.Linear(512, 16, kernel_init=kernel("model", None), rngs=rngs)
 
@@ -361,7 +502,9 @@ class Model(nnx.Module):
         return self.down(nnx.relu(self.norm(self.up(x))))
 
 
-IN_FEW_BITS = [name for name, recipe in ALL_RECIPES.items() if recipe.moments in ("8bit", "4bit")]
+IN_FEW_BITS = [
+    name for name, recipe in ALL_RECIPES.items() if recipe.moments in ("8bit", "4bit")
+]
 
 
 def trained_by_nnx(recipe, names, kind=nnx.Optimizer, steps=2, cast_first=True):
@@ -373,7 +516,9 @@ def trained_by_nnx(recipe, names, kind=nnx.Optimizer, steps=2, cast_first=True):
 
     def step(model, trainer):
         scale = mpx.get_loss_scale(trainer.opt_state)
-        _, grads = mpx.value_and_grad(loss_fn, scale, transform=nnx.value_and_grad)(model, X)
+        _, grads = mpx.value_and_grad(loss_fn, scale, transform=nnx.value_and_grad)(
+            model, X
+        )
         trainer.update(*([grads] if kind is nnx.ModelAndOptimizer else [model, grads]))
 
     for _ in range(steps):
@@ -381,8 +526,12 @@ def trained_by_nnx(recipe, names, kind=nnx.Optimizer, steps=2, cast_first=True):
     return nnx.as_pure(nnx.state(model, nnx.Param)), trainer.opt_state
 
 
-@pytest.mark.filterwarnings("ignore:`autocast`. no matrix product")  # of this small model in 8 bits
-@pytest.mark.parametrize("kind", cases([nnx.Optimizer, nnx.ModelAndOptimizer], [nnx.ModelAndOptimizer]))
+@pytest.mark.filterwarnings(
+    "ignore:`autocast`. no matrix product"
+)  # of this small model in 8 bits
+@pytest.mark.parametrize(
+    "kind", cases([nnx.Optimizer, nnx.ModelAndOptimizer], [nnx.ModelAndOptimizer])
+)
 @pytest.mark.parametrize("recipe", cases(ALL_RECIPES, ["bf16-split24-4bit"]))
 def test_an_optimizer_of_nnx_trains_a_model_with_names_as_one_without(recipe, kind):
     plain, state = trained_by_nnx(recipe, False, kind)
@@ -395,12 +544,17 @@ def test_an_optimizer_of_nnx_trains_a_model_with_names_as_one_without(recipe, ki
 @pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
 @pytest.mark.parametrize("recipe", cases(ALL_RECIPES, ["bf16-split24-4bit", "f32"]))
 def test_an_optimizer_of_nnx_casts_a_model_that_a_trainer_made_in_float32(recipe, kind):
-    cast, (params, state) = trained_by_nnx(recipe, False, kind), trained_by_nnx(recipe, False, kind, cast_first=False)
+    cast, (params, state) = (
+        trained_by_nnx(recipe, False, kind),
+        trained_by_nnx(recipe, False, kind, cast_first=False),
+    )
     assert_same_bits((params, nnx.as_pure(state)), (cast[0], nnx.as_pure(cast[1])))
 
 
 def test_a_model_that_is_made_inside_of_jit_is_cast_there_where_it_is_placed():
-    """As MaxText does: the state is made on the shardings that its names say, without a mesh."""
+    """As MaxText does: the state is made on the shardings that its names say, without a
+    mesh.
+    """
     mesh = mesh_of(8)
 
     def make():
@@ -409,36 +563,61 @@ def test_a_model_that_is_made_inside_of_jit_is_cast_there_where_it_is_placed():
             trainer = nnx.Optimizer(model, optimizer("bf16-split-8bit"), wrt=nnx.Param)
         return nnx.state(model, nnx.Param), trainer.opt_state
 
-    model, trainer = jax.jit(make, out_shardings=nnx.get_named_sharding(jax.eval_shape(make), mesh))()
-    assert (model["up"]["kernel"].dtype, model["norm"]["scale"].dtype) == (jnp.bfloat16, jnp.float32)
+    model, trainer = jax.jit(
+        make, out_shardings=nnx.get_named_sharding(jax.eval_shape(make), mesh)
+    )()
+    assert (model["up"]["kernel"].dtype, model["norm"]["scale"].dtype) == (
+        jnp.bfloat16,
+        jnp.float32,
+    )
     codes = trainer.inner_state.inner_state[0].nu["down"]["kernel"].codes
     assert codes.sharding.shard_shape(codes.shape) == (128, 16)
 
 
 @pytest.mark.parametrize("recipe", cases(IN_FEW_BITS, ["bf16-split24-4bit"]))
-def test_an_optimizer_of_nnx_on_several_devices_begins_where_its_names_say_and_trains(recipe):
+def test_an_optimizer_of_nnx_on_several_devices_begins_where_its_names_say_and_trains(
+    recipe,
+):
     mesh = mesh_of(8)
     with jax.set_mesh(mesh):
         _, state = trained_by_nnx(recipe, True, steps=0)
-        wanted = dict(jax.tree.leaves_with_path(nnx.get_named_sharding(state, mesh)))  # and some of empty boxes
+        wanted = dict(
+            jax.tree.leaves_with_path(nnx.get_named_sharding(state, mesh))
+        )  # and some of empty boxes
         _, trained = trained_by_nnx(recipe, True)
-    named = [(x, wanted[path]) for path, x in jax.tree.leaves_with_path(state) if any(wanted[path].spec)]
+    named = [
+        (x, wanted[path])
+        for path, x in jax.tree.leaves_with_path(state)
+        if any(wanted[path].spec)
+    ]
     assert len(named) > 8
     assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x, sharding in named)
-    for codes in (x.inner_state.inner_state[0].nu["down"]["kernel"].codes for x in (state, trained)):
+    for codes in (
+        x.inner_state.inner_state[0].nu["down"]["kernel"].codes
+        for x in (state, trained)
+    ):
         assert names_of(codes) == ("model", None)
         assert codes.sharding.shard_shape(codes.shape) == (128, 16)
 
 
 @pytest.mark.parametrize("recipe", cases(IN_FEW_BITS, ["bf16-split-8bit"]))
 def test_on_explicit_axes_no_update_changes_the_types_of_an_optimizer_of_nnx(recipe):
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4])
+    mesh = jax.make_mesh(
+        (4,),
+        ("model",),
+        axis_types=(AxisType.Explicit,),
+        devices=jax.devices("cpu")[:4],
+    )
     with jax.set_mesh(mesh):
         model = Model(True, nnx.Rngs(0))
         nnx.update(model, policy_of(recipe).cast_to_param(nnx.state(model, nnx.Param)))
         trainer = nnx.Optimizer(model, optimizer(recipe), wrt=nnx.Param)
         before = types_of(nnx.as_pure(trainer.opt_state))
-        jitted(lambda trainer, model: trainer.update(model, nnx.state(model)), trainer, model)
+        jitted(
+            lambda trainer, model: trainer.update(model, nnx.state(model)),
+            trainer,
+            model,
+        )
         assert types_of(nnx.as_pure(trainer.opt_state)) == before
     assert any("@model" in text for text in before[1] if "int8" in text)
 
@@ -455,31 +634,54 @@ def test_a_train_state_of_linen_is_made_and_trained_on_the_specs_of_its_names(re
     model, x = Dense(), jnp.ones((4, 8))
 
     def make():
-        params = mpx.get_policy(recipe).cast_to_param(model.init(jax.random.key(0), x)["params"])
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(recipe))
+        params = mpx.get_policy(recipe).cast_to_param(
+            model.init(jax.random.key(0), x)["params"]
+        )
+        return TrainState.create(
+            apply_fn=model.apply, params=params, tx=optimizer(recipe)
+        )
 
     with jax.set_mesh(mesh_of(8)):
         specs = nn.get_partition_spec(jax.eval_shape(make))
         state = jax.jit(make, out_shardings=specs)()
-        step = jax.jit(lambda state: state.apply_gradients(grads=state.params), out_shardings=specs)
+        step = jax.jit(
+            lambda state: state.apply_gradients(grads=state.params), out_shardings=specs
+        )
         new = step(state)
     assert jax.tree.structure(new) == jax.tree.structure(state)
-    assert [x.sharding for x in jax.tree.leaves(new)] == [x.sharding for x in jax.tree.leaves(state)]
+    assert [x.sharding for x in jax.tree.leaves(new)] == [
+        x.sharding for x in jax.tree.leaves(state)
+    ]
     assert new.params["Dense_0"]["kernel"].value.sharding.spec == P(None, "model")
 
 
 @pytest.mark.parametrize("box", [of_nnx, logical])
 @pytest.mark.parametrize("way", ["fused_update", "zero1"])
 @pytest.mark.parametrize("recipe", cases(IN_FEW_BITS, ["bf16-split24-4bit"]))
-def test_on_explicit_axes_a_state_with_names_is_made_and_updated_in_one_structure(recipe, way, box):
-    """Inside of both ways axes are automatic, where names fit that do not outside, and other blocks."""
-    mesh, tx = jax.make_mesh((8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu")[:8]), optimizer(recipe)
+def test_on_explicit_axes_a_state_with_names_is_made_and_updated_in_one_structure(
+    recipe, way, box
+):
+    """Inside of both ways axes are automatic, where names fit that do not outside, and
+    other blocks.
+    """
+    mesh, tx = (
+        jax.make_mesh(
+            (8,), ("data",), (AxisType.Explicit,), devices=jax.devices("cpu")[:8]
+        ),
+        optimizer(recipe),
+    )
     with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((16, 512), jnp.bfloat16), P() if way == "zero1" else P("data"))
+        x = jax.device_put(
+            jnp.ones((16, 512), jnp.bfloat16), P() if way == "zero1" else P("data")
+        )
         params = {"rows": box("columns", x)}  # names of both axes
         tx = mpx.zero1(tx, mesh) if way == "zero1" else tx
         state = tx.init(params)
         fused = mpx.fused_update(tx, interpret=True)
-        step = stepper(tx) if way == "zero1" else lambda params, state, grads: fused(grads, state, params)
+        step = (
+            stepper(tx)
+            if way == "zero1"
+            else lambda params, state, grads: fused(grads, state, params)
+        )
         new = jax.jit(step)(params, state, params)
     assert types_of(new) == types_of((params, state))

@@ -1,4 +1,6 @@
-"""The command line: the tables and JSON of each command, and how each mistake ends in one line."""
+"""The command line: the tables and JSON of each command, and how each mistake ends in
+one line.
+"""
 
 import json
 import pathlib
@@ -46,7 +48,10 @@ def adam(): return optax.adam(0.1)
 lowered = mpx.autocast(loss, "bf16")
 number = 3
 """
-GRADIENTS = {"w": np.float32([2.0**-30, 2.0**-8]), "b": np.float32([2.0**-20, 2.0**-10])}
+GRADIENTS = {
+    "w": np.float32([2.0**-30, 2.0**-8]),
+    "b": np.float32([2.0**-20, 2.0**-10]),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +70,9 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Return a function that runs a command and returns its exit code and what it writes."""
+    """Return a function that runs a command and returns its exit code and what it
+    writes.
+    """
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["mpx", *map(str, arguments)])
@@ -88,24 +95,32 @@ def text_of(run):
 
 @pytest.fixture
 def json_of(text_of):
-    """Return a function that reads the JSON of a command: all that is on standard output, without NaN."""
+    """Return a function that reads the JSON of a command: all that is on standard
+    output, without NaN.
+    """
 
     def refuse(name):
         raise AssertionError(f"{name} is not in JSON")
 
-    return lambda *arguments: json.loads(text_of(*arguments, "--json"), parse_constant=refuse)
+    return lambda *arguments: json.loads(
+        text_of(*arguments, "--json"), parse_constant=refuse
+    )
 
 
 @pytest.fixture
 def plan_of(json_of):
-    return lambda recipe, *arguments: json_of("plan", *arguments, "--recipe", recipe)["plans"][recipe]
+    return lambda recipe, *arguments: json_of("plan", *arguments, "--recipe", recipe)[
+        "plans"
+    ][recipe]
 
 
 # The application.
 
 
 @pytest.mark.parametrize("command", [(), *[(name,) for name in COMMANDS]], ids=" ".join)
-def test_the_example_of_each_help_text_runs_and_every_command_has_json(command, run, text_of):
+def test_the_example_of_each_help_text_runs_and_every_command_has_json(
+    command, run, text_of
+):
     text = " ".join(text_of(*command, "--help").split())
     assert text == " ".join(text_of(*command, "-h").split())
     assert "--json" in text
@@ -120,26 +135,38 @@ def test_the_example_of_each_help_text_runs_and_every_command_has_json(command, 
 
 def test_the_version_and_wrong_usage_have_codes_of_their_own(run, text_of):
     assert text_of("--version") == f"mpx {mpx.__version__}\n"
-    for arguments in (["nothing"], ["plan"], ["plan", "-7B"], ["report", "nothing.npz"]):
+    for arguments in (
+        ["nothing"],
+        ["plan"],
+        ["plan", "-7B"],
+        ["report", "nothing.npz"],
+    ):
         assert run(*arguments)[0] == 2
 
 
 def process(code, *arguments):
     """Run a program that imports the command line of this checkout, in a new process."""
     command = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"
-    return subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", command, *arguments], capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_typer_or_rich_it_says_in_one_line_how_to_get_them(package):
     done = process(f"sys.modules[{package!r}] = None; import mpx_cli")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "Error: the command line needs Typer and Rich: pip install typer rich\n"
+    assert (
+        done.stderr
+        == "Error: the command line needs Typer and Rich: pip install typer rich\n"
+    )
 
 
 def test_help_is_shown_without_jax():
     """An import of JAX takes most of a second."""
-    done = process("sys.modules['jax'] = None; import mpx_cli; mpx_cli.main()", "plan", "-h")
+    done = process(
+        "sys.modules['jax'] = None; import mpx_cli; mpx_cli.main()", "plan", "-h"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage: mpx" in done.stdout
 
@@ -148,11 +175,22 @@ def test_help_is_shown_without_jax():
 
 
 @pytest.mark.parametrize("exit_code", [0, 1])
-def test_the_doctor_says_what_it_found_and_exits_with_its_code(monkeypatch, run, exit_code):
-    diagnosis = Diagnosis({"jax": "1"}, "mpx", devices={"GPU": 1}, checks=(Check("a claim", exit_code == 0),))
+def test_the_doctor_says_what_it_found_and_exits_with_its_code(
+    monkeypatch, run, exit_code
+):
+    diagnosis = Diagnosis(
+        {"jax": "1"},
+        "mpx",
+        devices={"GPU": 1},
+        checks=(Check("a claim", exit_code == 0),),
+    )
     monkeypatch.setattr("mpx.doctor.examine", lambda: diagnosis)
     code, text, _ = run("doctor")
-    assert (code, text.startswith(diagnosis.verdict), "1 x GPU" in text) == (exit_code, True, True)
+    assert (code, text.startswith(diagnosis.verdict), "1 x GPU" in text) == (
+        exit_code,
+        True,
+        True,
+    )
     assert json.loads(run("doctor", "--json")[1]) == diagnosis.as_dict()
 
 
@@ -160,28 +198,57 @@ def test_the_doctor_says_what_it_found_and_exits_with_its_code(monkeypatch, run,
 
 
 def test_numbers_of_parameters_and_memories_have_units():
-    counts = {"124M": 124 * 10**6, "7B": 7 * 10**9, "70e9": 70 * 10**9, "1.3b": 1_300_000_000, "1_000": 1000}
-    sizes = {"80GB": 80 * 10**9, "80GiB": 80 * 2**30, "80e9B": 80 * 10**9, "1.5 MB": 1_500_000, "512KiB": 2**19}
-    sizes |= {"h100": 80 * 2**30, "RTX4090": 24 * 2**30, "l40s": 48e9, "h100-nvl": 94e9, "gb200": 186e9}
+    counts = {
+        "124M": 124 * 10**6,
+        "7B": 7 * 10**9,
+        "70e9": 70 * 10**9,
+        "1.3b": 1_300_000_000,
+        "1_000": 1000,
+    }
+    sizes = {
+        "80GB": 80 * 10**9,
+        "80GiB": 80 * 2**30,
+        "80e9B": 80 * 10**9,
+        "1.5 MB": 1_500_000,
+        "512KiB": 2**19,
+    }
+    sizes |= {
+        "h100": 80 * 2**30,
+        "RTX4090": 24 * 2**30,
+        "l40s": 48e9,
+        "h100-nvl": 94e9,
+        "gb200": 186e9,
+    }
     assert {text: cli.parameters(text) for text in counts} == counts
     # JAX takes 75% of a GPU and all of a TPU.
-    assert {text: cli.usable_bytes(text) for text in sizes} == {text: int(x * 0.75) for text, x in sizes.items()}
+    assert {text: cli.usable_bytes(text) for text in sizes} == {
+        text: int(x * 0.75) for text, x in sizes.items()
+    }
     assert cli.usable_bytes("v5e") == 16 * 2**30
 
 
 def test_the_plans_are_those_of_the_library(json_of):
-    expected = {name: plan.as_dict() for name, plan in mpx.compare_plans(7_000_000_000).plans.items()}
-    assert json_of("plan", "7B") == {"plans": expected, "usable_bytes": None, "fits": {}, "largest_models": {}}
-    chosen = ("f32", "bf16-kahan")
-    assert json_of("plan", "7B", "--recipe", "f32", "--recipe", "bf16-kahan")["plans"] == {
-        name: expected[name] for name in chosen
+    expected = {
+        name: plan.as_dict()
+        for name, plan in mpx.compare_plans(7_000_000_000).plans.items()
     }
+    assert json_of("plan", "7B") == {
+        "plans": expected,
+        "usable_bytes": None,
+        "fits": {},
+        "largest_models": {},
+    }
+    chosen = ("f32", "bf16-kahan")
+    assert json_of("plan", "7B", "--recipe", "f32", "--recipe", "bf16-kahan")[
+        "plans"
+    ] == {name: expected[name] for name in chosen}
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        # A function is not run. Parameters take 4 bytes each and so do gradients, in whatever dtype it makes them.
+        # A function is not run. Parameters take 4 bytes each and so do gradients, in
+        # whatever dtype it makes them.
         ("train.py:init --rule sgd", {"parameters": 68, "bytes_a_parameter": 8}),
         ("train.py:Half.make --rule sgd", {"parameters": 64, "bytes_a_parameter": 8}),
         ("train:init --rule sgd", {"parameters": 68, "bytes_a_parameter": 8}),
@@ -193,30 +260,50 @@ def test_the_plans_are_those_of_the_library(json_of):
         ("1000 --rule train.py:momentum", {"state_bytes": 4000}),
         ("1000 --rule train.py:adam", {"state_bytes": 8004}),
         # Devices divide the state, and with --fsdp parameters and gradients too.
-        ("1024 --devices 2", {"state_bytes_a_device": 1024 * 8 // 2 + 4, "total_bytes_a_device": 8192 + 4096 + 4}),
+        (
+            "1024 --devices 2",
+            {
+                "state_bytes_a_device": 1024 * 8 // 2 + 4,
+                "total_bytes_a_device": 8192 + 4096 + 4,
+            },
+        ),
         ("1024 --devices 4 --fsdp", {"total_bytes_a_device": 1024 * 16 // 4 + 4}),
-        ("train.py:huge --rule sgd --devices 4 --fsdp", {"total_bytes_a_device": 8 * 10**12 // 4}),
+        (
+            "train.py:huge --rule sgd --devices 4 --fsdp",
+            {"total_bytes_a_device": 8 * 10**12 // 4},
+        ),
     ],
 )
-def test_the_model_the_optimizer_and_the_devices_are_those_that_were_named(plan_of, arguments, expected):
+def test_the_model_the_optimizer_and_the_devices_are_those_that_were_named(
+    plan_of, arguments, expected
+):
     plan = plan_of("f32", *arguments.split())
     assert {name: plan[name] for name in expected} == expected
 
 
-def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkeypatch, json_of, text_of):
-    """AdamW in float32 holds 16 bytes a parameter and a count of 4; with bfloat16 moments and Kahan summation 10.
+def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(
+    monkeypatch, json_of, text_of
+):
+    """AdamW in float32 holds 16 bytes a parameter and a count of 4; with bfloat16
+    moments and Kahan summation 10.
 
-    Of 80 GB JAX takes 60 by default, which hold 7 billion parameters at 8.5 bytes and fewer. With what 4,096 tokens
-    need besides, 8 bytes are too many.
+    Of 80 GB JAX takes 60 by default, which hold 7 billion parameters at 8.5 bytes and
+    fewer. With what 4,096 tokens need besides, 8 bytes are too many.
     """
     found = json_of("plan", "7B", "--memory", "80GB", "--batch", "0")
     assert found["usable_bytes"] == 60_000_000_000
     assert found["largest_models"]["f32"] == (60_000_000_000 - 4) // 16
     is_small = lambda name: "split" in name and "bit" in name
-    assert found["fits"] == {name: "yes" if is_small(name) else "no" for name in RECIPES}
-    with_peak = json_of("plan", "7B", "--memory", "84GB", *"--scan --checkpoint --logits whole".split())["fits"]
+    assert found["fits"] == {
+        name: "yes" if is_small(name) else "no" for name in RECIPES
+    }
+    with_peak = json_of(
+        "plan", "7B", "--memory", "84GB", *"--scan --checkpoint --logits whole".split()
+    )["fits"]
     only = {"bf16-split-8bit": "only with attention in a kernel"}
-    assert with_peak == {name: only.get(name, "yes" if is_small(name) else "no") for name in RECIPES}
+    assert with_peak == {
+        name: only.get(name, "yes" if is_small(name) else "no") for name in RECIPES
+    }
     lines = text_of("plan", "7B", "--memory", "80GB", "--batch", "0").splitlines()
     assert lines[1] == "recipe              held  a param  fits  largest"
     cells = [line.split() for line in lines]
@@ -229,13 +316,23 @@ def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(monkey
 
 def test_where_nothing_fits_it_says_what_needs_less(text_of):
     text = text_of("plan", "70B", "--memory", "80GB")
-    assert "Nothing fits. Less is needed with another --recipe, a smaller --batch or --sequence, --kept 8bit, " in text
-    text = text_of("plan", "1B", "--memory", "16GB", "--attention", "xla", "--no-checkpoint")
-    assert "Less is needed with --attention kernel, --checkpoint, another --recipe" in text
+    assert (
+        "Nothing fits. Less is needed with another --recipe, a smaller --batch or"
+        " --sequence, --kept 8bit, " in text
+    )
+    text = text_of(
+        "plan", "1B", "--memory", "16GB", "--attention", "xla", "--no-checkpoint"
+    )
+    assert (
+        "Less is needed with --attention kernel, --checkpoint, another --recipe" in text
+    )
 
 
 def test_only_of_a_gpu_does_it_say_that_jax_takes_a_part(text_of):
-    says = {name: "JAX takes 75%" in text_of("plan", "1B", "--memory", name) for name in ("v5e", "h100", "80GB")}
+    says = {
+        name: "JAX takes 75%" in text_of("plan", "1B", "--memory", name)
+        for name in ("v5e", "h100", "80GB")
+    }
     assert says == {"v5e": False, "h100": True, "80GB": True}
 
 
@@ -244,35 +341,55 @@ def test_only_of_a_gpu_does_it_say_that_jax_takes_a_part(text_of):
     [
         ("train.py:init", "mpx program train.py:step --target h100"),
         ("7B --memory B200", "mpx program train.py:step --target b200"),
-        ("7B --memory l40s", "mpx program train.py:step --target h100"),  # nothing compiles for an L40S
+        (
+            "7B --memory l40s",
+            "mpx program train.py:step --target h100",
+        ),  # nothing compiles for an L40S
     ],
 )
-def test_a_peak_ends_with_the_command_that_compiles_a_program_of_ones_own(arguments, command, text_of):
+def test_a_peak_ends_with_the_command_that_compiles_a_program_of_ones_own(
+    arguments, command, text_of
+):
     assert text_of("plan", *arguments.split()).splitlines()[-1].endswith(command)
     assert "mpx program" not in text_of("plan", *arguments.split(), "--batch", "0")
 
 
 def test_switches_say_how_the_program_is_written(text_of):
-    given = "--attention xla --logits whole --no-checkpoint --unrolled --heads 8 --recipe f32"
+    given = (
+        "--attention xla --logits whole --no-checkpoint --unrolled --heads 8"
+        " --recipe f32"
+    )
     text = text_of("plan", "7B", *given.split())
-    assert "\nattention by XLA, logits whole, no checkpoint and layers unrolled." in text
+    assert (
+        "\nattention by XLA, logits whole, no checkpoint and layers unrolled." in text
+    )
     assert "8 heads" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        ("--memory 60GB", 'optax.adamw(1e-3), "bf16-split24-8bit", key=jax.random.key(0)'),  # the first that fits
+        (
+            "--memory 60GB",
+            'optax.adamw(1e-3), "bf16-split24-8bit", key=jax.random.key(0)',
+        ),  # the first that fits
         ("--memory 80GB --rule lion", 'optax.lion(1e-3), "bf16-split-8bit"'),
         ("--recipe f32 --rule ademamix", 'optax.contrib.ademamix(1e-3), "f32"'),
         ("--recipe bf16-split --rule train.py:momentum", 'momentum, "bf16-split"'),
         ("--recipe bf16-split --rule train.py:adam", 'adam(), "bf16-split"'),
-        ("--recipe params=bf16", 'optax.adamw(1e-3), "params=bf16"'),  # a policy, which is no recipe
+        (
+            "--recipe params=bf16",
+            'optax.adamw(1e-3), "params=bf16"',
+        ),  # a policy, which is no recipe
     ],
 )
-def test_the_printed_line_makes_the_optimizer_that_was_planned(arguments, code, text_of):
+def test_the_printed_line_makes_the_optimizer_that_was_planned(
+    arguments, code, text_of
+):
     lines = text_of("plan", "7B", *arguments.split()).splitlines()
-    assert [line for line in lines if "tx = " in line] == [f"tx = mpx.mixed_precision({code})"]
+    assert [line for line in lines if "tx = " in line] == [
+        f"tx = mpx.mixed_precision({code})"
+    ]
 
 
 # Explain.
@@ -305,7 +422,11 @@ def test_a_function_is_explained_by_its_lines(json_of, text_of, policy):
     command = ("explain", "train.py:loss", *SHAPES, "--policy", policy)
     (row,) = json_of(*command)["contractions"]
     assert re.fullmatch(r"train\.py:\d+ \(loss\)", row["where"])
-    assert (row["shapes"], row["runs_in"], row["flops"]) == ("f32[8,16] f32[16,4]", "bf16", 2 * 8 * 16 * 4)
+    assert (row["shapes"], row["runs_in"], row["flops"]) == (
+        "f32[8,16] f32[16,4]",
+        "bf16",
+        2 * 8 * 16 * 4,
+    )
     assert "100.0% of their FLOPs narrowed" in text_of(*command)
 
 
@@ -314,9 +435,13 @@ def test_a_function_is_explained_by_its_lines(json_of, text_of, policy):
 
 def test_arrays_are_reported_as_the_library_reports_them(json_of, text_of):
     expected = mpx.underflow_report(GRADIENTS, "f16", loss_scale=4.0).as_dict()
-    assert json_of("report", "gradients.npz", "--loss-scale", "4", "--dtype", "f16") == json.loads(json.dumps(expected))
+    assert json_of(
+        "report", "gradients.npz", "--loss-scale", "4", "--dtype", "f16"
+    ) == json.loads(json.dumps(expected))
     assert expected["verdict"] in text_of("report", "gradients.npz", "--loss-scale", 4)
-    assert json_of("report", "gradients.npz", "--dtype", "bf16")["recommended_scale"] == 1
+    assert (
+        json_of("report", "gradients.npz", "--dtype", "bf16")["recommended_scale"] == 1
+    )
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".npy"])
@@ -327,25 +452,48 @@ def test_bfloat16_arrays_whose_dtype_numpy_has_lost_are_read(suffix, json_of):
     assert np.load("x.npy").dtype == np.dtype("V2")  # what there is to see
     found = json_of("report", f"x{suffix}")
     (leaf,) = found["leaves"]
-    assert (leaf["path"], leaf["zero"], found["histogram"]) == ("x", 0.5, {"-30": 1, "0": 1})
+    assert (leaf["path"], leaf["zero"], found["histogram"]) == (
+        "x",
+        0.5,
+        {"-30": 1, "0": 1},
+    )
 
 
 def test_safetensors_are_read(folder, json_of):
-    """The two bytes of bfloat16 are the upper half of float32. Integers and 8-bit floats are left out."""
+    """The two bytes of bfloat16 are the upper half of float32. Integers and 8-bit
+    floats are left out.
+    """
     numbers = np.float32([2.0**-30, 2.0**-8])
     tensors = {
         "wide": ("F32", [2, 1], numbers.tobytes()),
-        "narrow": ("BF16", [2], (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes()),
+        "narrow": (
+            "BF16",
+            [2],
+            (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes(),
+        ),
         "ids": ("I64", [3], np.arange(3).tobytes()),
         "codes": ("F8_E4M3", [2], bytes(2)),
     }
     header, body = {}, b""
-    for name, (kind, shape, content) in tensors.items():  # as the page of the format describes them
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(body), len(body) + len(content)]}
+    for name, (
+        kind,
+        shape,
+        content,
+    ) in tensors.items():  # as the page of the format describes them
+        header[name] = {
+            "dtype": kind,
+            "shape": shape,
+            "data_offsets": [len(body), len(body) + len(content)],
+        }
         body += content
     head = json.dumps(header).encode()
-    (folder / "x.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + body)
-    found = {leaf["path"]: (leaf["largest"], leaf["zero"]) for leaf in json_of("report", "x.safetensors")["leaves"]}
+    (folder / "x.safetensors").write_bytes(
+        len(head).to_bytes(8, "little") + head + body
+    )
+    found = {
+        leaf["path"]: (leaf["largest"], leaf["zero"])
+        for leaf in json_of("report", "x.safetensors")["leaves"]
+    }
     assert found == {"wide": (2.0**-8, 0.5), "narrow": (2.0**-8, 0.5)}
 
 
@@ -361,7 +509,9 @@ def error_of(run):
         (line,) = [line for line in errors.splitlines() if not line.startswith("noise")]
         assert line.startswith("Error: ")
         assert code == (1 if re.search(r"\w+Error: ", line) else 2)
-        assert "mpx_cli" not in line  # a line of the command line itself is not the user's
+        assert (
+            "mpx_cli" not in line
+        )  # a line of the command line itself is not the user's
         return line
 
     return error_of
@@ -373,19 +523,58 @@ def error_of(run):
         ("plan 7Q", "'7Q' is not a number of parameters such as 124M, 7B or 70e9"),
         ("plan 7B --recipe fp4", "Or is it to be a recipe? "),
         ("plan 7B --rule adamwq", "Optax has no rule 'adamwq'. Write a function"),
-        ("plan 7B --rule chain", "TypeError: chain() got an unexpected keyword argument 'learning_rate'"),
+        (
+            "plan 7B --rule chain",
+            "TypeError: chain() got an unexpected keyword argument 'learning_rate'",
+        ),
         ("plan nofile.py:init", "ModuleNotFoundError: No module named 'nofile'"),
-        ("plan train.py:", "'train.py:' is neither file.py:function nor module:function"),
+        (
+            "plan train.py:",
+            "'train.py:' is neither file.py:function nor module:function",
+        ),
         ("plan train.py:int", "AttributeError: module 'train' has no attribute 'int'"),
-        ("explain train.py:loss f32[16,4] --policy bf16", "missing 1 required positional argument: 'x'"),
-        ("explain train.py:loss f32[16,4] f32[8,15] --policy bf16", "train.py:13 (loss): TypeError: "),
-        ("explain train.py:loss f64[16,4] f32[8,16] --policy bf16", "Set JAX_ENABLE_X64=1"),
-        ("program train.py:step", "train.py:step must be a function without arguments that returns (step, arguments, "),
-        ("program train.py:step", "missing a required argument: 'w'. If it is the step, write such a function"),
+        (
+            "explain train.py:loss f32[16,4] --policy bf16",
+            "missing 1 required positional argument: 'x'",
+        ),
+        (
+            "explain train.py:loss f32[16,4] f32[8,15] --policy bf16",
+            "train.py:13 (loss): TypeError: ",
+        ),
+        (
+            "explain train.py:loss f64[16,4] f32[8,16] --policy bf16",
+            "Set JAX_ENABLE_X64=1",
+        ),
+        (
+            "program train.py:step",
+            (
+                "train.py:step must be a function without arguments that returns (step,"
+                " arguments, "
+            ),
+        ),
+        (
+            "program train.py:step",
+            (
+                "missing a required argument: 'w'. If it is the step, write such a"
+                " function"
+            ),
+        ),
         ("program train.py:init", "(step, arguments, donated), but it returns dict"),
-        ("program train.py:number", "(step, arguments, donated): 3 is not a callable object"),
-        ("plan train.py", "'train.py' is not a number of parameters such as 124M, 7B or 70e9, or file.py:function"),
-        ("report gradients.npz --loss-scale 3", "`loss_scale` must be a loss scale or a number"),
+        (
+            "program train.py:number",
+            "(step, arguments, donated): 3 is not a callable object",
+        ),
+        (
+            "plan train.py",
+            (
+                "'train.py' is not a number of parameters such as 124M, 7B or 70e9, or"
+                " file.py:function"
+            ),
+        ),
+        (
+            "report gradients.npz --loss-scale 3",
+            "`loss_scale` must be a loss scale or a number",
+        ),
         ("report train.py", "train.py is not a .npz, .npy or .safetensors file"),
     ],
 )
@@ -427,20 +616,31 @@ def test_a_plan_of_what_cannot_be_is_wrong_usage(arguments, words, run):
 
 
 @pytest.mark.parametrize("fraction", ["nan", "0", "-1", "most"])
-def test_a_fraction_of_a_gpu_that_cannot_be_is_wrong_usage(fraction, monkeypatch, error_of):
+def test_a_fraction_of_a_gpu_that_cannot_be_is_wrong_usage(
+    fraction, monkeypatch, error_of
+):
     monkeypatch.setenv(cli.FRACTION, fraction)
-    assert f"must be a number such as 0.75, but is '{fraction}'" in error_of("plan", "7B", "--memory", "h100")
+    assert f"must be a number such as 0.75, but is '{fraction}'" in error_of(
+        "plan", "7B", "--memory", "h100"
+    )
 
 
 def test_a_plan_of_more_bytes_than_64_bits_count_is_a_plan(plan_of):
-    """10^12 parameters on 10^7 tokens: 126 layers keep 10^7 scores of 128 heads for each, twice."""
-    assert plan_of("f32", "1e12", "--sequence", "10000000")["peak"]["kept by layers"][1] > 2**63
+    """10^12 parameters on 10^7 tokens: 126 layers keep 10^7 scores of 128 heads for
+    each, twice.
+    """
+    assert (
+        plan_of("f32", "1e12", "--sequence", "10000000")["peak"]["kept by layers"][1]
+        > 2**63
+    )
 
 
 def test_a_single_recipe_has_one_table_and_says_what_fits(text_of):
     text = text_of("plan", "7B", "--recipe", "bf16-split", "--memory", "h100")
     assert text.count("Memory to train") == 1
-    assert "\n\nFits: no. The largest model that fits has 5.073B parameters.\n\n" in text
+    assert (
+        "\n\nFits: no. The largest model that fits has 5.073B parameters.\n\n" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -460,7 +660,9 @@ def test_an_error_in_the_users_file_names_its_line(folder, text, message, error_
     assert message in error_of("plan", "given.py:init")
 
 
-def test_files_beside_the_users_file_can_be_imported_whatever_is_installed_under_their_names(folder, plan_of):
+def test_files_beside_the_users_file_can_be_imported_whatever_is_installed_under_their_names(
+    folder, plan_of
+):
     (folder / "inside").mkdir()
     (folder / "inside" / "turtle.py").write_text("width = 3")
     (folder / "inside" / "a-model.py").write_text(

@@ -22,14 +22,21 @@ GPU = doctor.Diagnosis(
     {"python": "3.12.0", "jax": "0.10.2"},
     "/env/site-packages/mpx",
     devices={"NVIDIA H200": 8},
-    checks=(Check("masters are exact", True), Check("`round_to` bfloat16 after a sum", True)),
+    checks=(
+        Check("masters are exact", True),
+        Check("`round_to` bfloat16 after a sum", True),
+    ),
 )
 EXACT = "mpx is exact to the bit on this machine."
 
 
 def test_mpx_is_exact_on_this_machine_and_what_is_found_is_printed_and_goes_into_json():
     examined = doctor.examine()
-    assert (examined.is_exact, len(examined.checks), examined.verdict) == (True, 10, EXACT)
+    assert (examined.is_exact, len(examined.checks), examined.verdict) == (
+        True,
+        10,
+        EXACT,
+    )
     found = json.loads(json.dumps(examined.as_dict()))
     assert found["versions"]["jax"] == jax.__version__
     assert found["package"] == str(pathlib.Path(mpx.__file__).parent)
@@ -44,28 +51,41 @@ def test_without_a_device_it_says_which_was_asked_for_and_what_to_do(monkeypatch
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(jax, "devices", fail)
-    with pytest.raises(RuntimeError, match=r"no device \(JAX_PLATFORMS=cuda\): AssertionError\(\); install the jax"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"no device \(JAX_PLATFORMS=cuda\): AssertionError\(\); install the jax",
+    ):
         doctor.examine()
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
-def test_each_rounding_is_on_operands_that_are_exact_and_a_program_that_loses_it_fails(dtype):
-    """The negative control rounds nothing. A subnormal number is its own rounding: there the fault is a flush."""
+def test_each_rounding_is_on_operands_that_are_exact_and_a_program_that_loses_it_fails(
+    dtype,
+):
+    """The negative control rounds nothing. A subnormal number is its own rounding:
+    there the fault is a flush.
+    """
     for name, program, operands, expected in doctor._roundings(dtype, lambda x: x):
         assert np.array_equal(expected, expected.astype(dtype).astype(np.float32)), name
         program = (lambda x: 0 * x) if "subnormal" in name else program
         lost = doctor._check(name, lambda: jax.jit(program)(*operands), expected)  # noqa: B023
-        assert re.fullmatch(rf"\d+ of {expected.size} numbers are wrong", lost.detail), name
+        assert re.fullmatch(
+            rf"\d+ of {expected.size} numbers are wrong", lost.detail
+        ), name
         if "product" in name:
             a, b = (operand.astype(np.float64) for operand in operands)
-            assert np.max(np.abs(a) @ np.abs(b)) * 64**2 < 2**24  # all partial sums are multiples of 2^-12, of 24 bits
+            assert (
+                np.max(np.abs(a) @ np.abs(b)) * 64**2 < 2**24
+            )  # all partial sums are multiples of 2^-12, of 24 bits
 
 
 @pytest.mark.optax_promotion
 def test_a_training_run_without_mpx_fails_the_check_that_mpx_passes_and_so_does_an_error():
     """Add updates of up to 2^-11 to a bfloat16 1, which change nothing."""
     params, _ = doctor._trained(optax.identity())
-    naive = doctor._check("naive", lambda: np.asarray(params).astype(np.float32), doctor._SUMS)
+    naive = doctor._check(
+        "naive", lambda: np.asarray(params).astype(np.float32), doctor._SUMS
+    )
     assert naive.detail.endswith("of 64 numbers are wrong")
     assert not naive.exact
     assert doctor._check("claim", lambda: 1 / 0, doctor._SUMS) == Check(
@@ -74,8 +94,13 @@ def test_a_training_run_without_mpx_fails_the_check_that_mpx_passes_and_so_does_
 
 
 def test_the_verdict_comes_first():
-    wrong = dataclasses.replace(GPU, checks=(*GPU.checks, Check("a claim", False, "3 of 64")))
-    for found, is_exact, verdict in ((GPU, True, EXACT), (wrong, False, "mpx is NOT exact on this machine: 1 of 3")):
+    wrong = dataclasses.replace(
+        GPU, checks=(*GPU.checks, Check("a claim", False, "3 of 64"))
+    )
+    for found, is_exact, verdict in (
+        (GPU, True, EXACT),
+        (wrong, False, "mpx is NOT exact on this machine: 1 of 3"),
+    ):
         assert found.is_exact == is_exact
         assert str(found).startswith(verdict)
         assert ("NO: 3 of 64" in str(found)) != is_exact

@@ -1,4 +1,6 @@
-"""Check what findings read off programs that are written by hand: of kernels and of what devices send each other."""
+"""Check what findings read off programs that are written by hand: of kernels and of
+what devices send each other.
+"""
 
 import dataclasses
 
@@ -53,19 +55,48 @@ NAMED = ", metadata={{op_name=\"{}[\\'b\\']\"}}"
 
 
 def program(*lines, called=""):
-    """Return a program with float32 parameters `a` of 128 x 512 and `b` of 512 x 512, `n` in bfloat16, and an index."""
-    head = "ENTRY %main (a: f32[128,512], b: f32[512,512], n: bf16[512,512], i: s32[]) -> f32[] {"
-    parameters = ("%a = f32[128,512]{1,0} parameter(0)", "%b = f32[512,512]{1,0} parameter(1)" + NAMED.format("w"))
-    parameters += ("%n = bf16[512,512]{1,0} parameter(2)" + NAMED.format("m"), "%i = s32[] parameter(3)")
-    return parse("\n".join([ADDING, called, head, *(f"  {line}" for line in (*parameters, *lines)), "}"]))
+    """Return a program with float32 parameters `a` of 128 x 512 and `b` of 512 x 512,
+    `n` in bfloat16, and an index.
+    """
+    head = (
+        "ENTRY %main (a: f32[128,512], b: f32[512,512], n: bf16[512,512], i: s32[]) ->"
+        " f32[] {"
+    )
+    parameters = (
+        "%a = f32[128,512]{1,0} parameter(0)",
+        "%b = f32[512,512]{1,0} parameter(1)" + NAMED.format("w"),
+    )
+    parameters += (
+        "%n = bf16[512,512]{1,0} parameter(2)" + NAMED.format("m"),
+        "%i = s32[] parameter(3)",
+    )
+    return parse(
+        "\n".join(
+            [
+                ADDING,
+                called,
+                head,
+                *(f"  {line}" for line in (*parameters, *lines)),
+                "}",
+            ]
+        )
+    )
 
 
 def step(text, arguments=((512, 512),), results=None, lowered=None):
-    """Return the step of a program, with float32 arguments of some shapes, which it returns."""
+    """Return the step of a program, with float32 arguments of some shapes, which it
+    returns.
+    """
     given = [Argument(0, shape, shape, np.dtype("float32")) for shape in arguments]
     returned = [argument.type for argument in given] if results is None else results
     return CompiledStep(
-        lowered, text, list(kernels(text, mesh_shape={"data": 4})), uses_in(text), given, returned, "f32"
+        lowered,
+        text,
+        list(kernels(text, mesh_shape={"data": 4})),
+        uses_in(text),
+        given,
+        returned,
+        "f32",
     )
 
 
@@ -82,18 +113,30 @@ NARROW_USE = "%u = bf16[512,512]{1,0} fusion(%g, %n), kind=kLoop, calls=%narrowi
 
 
 ASYNCHRONOUS = (
-    "%s = ((f32[128,512]), (f32[512,512])) all-gather-start(%a), dimensions={0}, " + MANY,
+    "%s = ((f32[128,512]), (f32[512,512])) all-gather-start(%a), dimensions={0}, "
+    + MANY,
     "%d = (f32[512,512]) all-gather-done(%s)",
     "%g = f32[512,512]{1,0} get-tuple-element(%d), index=0",
 )
 
 
-@pytest.mark.parametrize("gather", [(GATHER,), ASYNCHRONOUS], ids=["at once", "asynchronous, in a tuple"])
-def test_a_float32_array_that_is_gathered_and_then_rounded_is_found_with_half_of_what_is_sent(gather):
+@pytest.mark.parametrize(
+    "gather", [(GATHER,), ASYNCHRONOUS], ids=["at once", "asynchronous, in a tuple"]
+)
+def test_a_float32_array_that_is_gathered_and_then_rounded_is_found_with_half_of_what_is_sent(
+    gather,
+):
     (finding,) = gathers(*gather, NARROW_USE, called=NARROWING)
-    assert finding.what == "Devices send float32 arrays that are rounded to bf16 right after (1 of all-gather)"
+    assert (
+        finding.what
+        == "Devices send float32 arrays that are rounded to bf16 right after (1 of"
+        " all-gather)"
+    )
     assert finding.bytes == 3 * SIZE * 4 // 4 // 2
-    assert gathers(*gather, NARROW_USE, called=NARROWING, arguments=((2**15, 2**12),)) == []  # little beside them
+    assert (
+        gathers(*gather, NARROW_USE, called=NARROWING, arguments=((2**15, 2**12),))
+        == []
+    )  # little beside them
 
 
 @pytest.mark.parametrize(
@@ -112,12 +155,20 @@ def test_another_use_of_a_gathered_array_keeps_it_in_float32(other_use):
 
 
 def test_a_gather_used_in_float32_is_found_only_beside_products_in_few_bits():
-    product = "%d = bf16[512,512]{1,0} dot(%n, %n), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    product = (
+        "%d = bf16[512,512]{1,0} dot(%n, %n), lhs_contracting_dims={1},"
+        " rhs_contracting_dims={0}"
+    )
     use = "%v = f32[512,512]{1,0} add(%g, %b)"
     (finding,) = gathers(GATHER, use, product)
-    assert finding.what == "Devices gather float32 arrays that are used in float32 (1 of all-gather)"
+    assert (
+        finding.what
+        == "Devices gather float32 arrays that are used in float32 (1 of all-gather)"
+    )
     assert finding.bytes == 3 * SIZE
-    assert gathers(GATHER, use, product.replace("bf16", "f32").replace("%n", "%b")) == []
+    assert (
+        gathers(GATHER, use, product.replace("bf16", "f32").replace("%n", "%b")) == []
+    )
 
 
 def sum_in(dtype, name="n"):
@@ -138,12 +189,18 @@ def sums(*lines, **options):
         (sum_in("f32", "b"), (512, 512), 0),
     ],
 )
-def test_a_sum_in_16_bits_is_a_gradient_if_a_weight_has_its_shape_in_any_order(line, arguments, count):
+def test_a_sum_in_16_bits_is_a_gradient_if_a_weight_has_its_shape_in_any_order(
+    line, arguments, count
+):
     findings = sums(line, "ROOT %r = (bf16[512,512]) tuple(%s)", arguments=(arguments,))
     assert [finding.bytes for finding in findings] == [2 * 3 * SIZE * 2 // 4] * count
     for finding in findings:
-        assert finding.what.startswith("Devices add up arrays of the shapes of weights in bf16")
-    assert sums(line, arguments=(arguments,), results=()) == []  # the shape of the batch
+        assert finding.what.startswith(
+            "Devices add up arrays of the shapes of weights in bf16"
+        )
+    assert (
+        sums(line, arguments=(arguments,), results=()) == []
+    )  # the shape of the batch
 
 
 def parts(*lines, **options):
@@ -153,29 +210,49 @@ def parts(*lines, **options):
 def test_a_whole_sum_is_found_if_each_device_keeps_a_part():
     keep = "%k = f32[128,512]{1,0} fusion(%s, %i), kind=kLoop, calls=%halving"
     (finding,) = parts(sum_in("f32", "b"), keep, called=HALVING)
-    assert finding.what == "Every device gets a whole sum and keeps a part of it (1 of all-reduce)"
+    assert (
+        finding.what
+        == "Every device gets a whole sum and keeps a part of it (1 of all-reduce)"
+    )
     assert finding.bytes == 3 * SIZE * 4 // 4
-    for other_use in ("%v = f32[512,512]{1,0} add(%s, %b)", "ROOT %v = (f32[512,512]) tuple(%s)"):
+    for other_use in (
+        "%v = f32[512,512]{1,0} add(%s, %b)",
+        "ROOT %v = (f32[512,512]) tuple(%s)",
+    ):
         assert parts(sum_in("f32", "b"), keep, other_use, called=HALVING) == []
-    assert parts(sum_in("f32", "b").replace("%s", "ROOT %s"), keep, called=HALVING) == []
+    assert (
+        parts(sum_in("f32", "b").replace("%s", "ROOT %s"), keep, called=HALVING) == []
+    )
 
 
 def test_an_argument_that_is_not_used_does_not_hide_the_shardings_of_others():
     mesh = eight_cpu_devices()
-    placed = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    lowered = jax.jit(lambda used, unused: used + 1).lower(placed, jax.ShapeDtypeStruct((2,), jnp.uint32))
+    placed = jax.ShapeDtypeStruct(
+        (64, 64), jnp.float32, sharding=NamedSharding(mesh, P("data"))
+    )
+    lowered = jax.jit(lambda used, unused: used + 1).lower(
+        placed, jax.ShapeDtypeStruct((2,), jnp.uint32)
+    )
     used, _ = arguments_of(lowered, lowered.compile())
     assert (used.shard, used.bytes) == ((8, 64), 4 * 8 * 64)
 
 
 def test_float32_numbers_between_kernels_that_all_round_them_are_found_with_the_bytes_that_16_bits_would_save():
-    between = lambda *lines: found(findings.float32_between_kernels, *lines, called=NARROWING + WRITING)
+    between = lambda *lines: found(
+        findings.float32_between_kernels, *lines, called=NARROWING + WRITING
+    )
     write = "%g = f32[512,512]{1,0} fusion(%b), kind=kLoop, calls=%writing"
     (finding,) = between(write, NARROW_USE, NARROW_USE.replace("%u", "%w"))
-    assert finding.what == "Kernels write float32 numbers that all others round to bf16 before they use them"
+    assert (
+        finding.what
+        == "Kernels write float32 numbers that all others round to bf16 before they use"
+        " them"
+    )
     assert finding.bytes == 3 * 2 * SIZE  # written once, read twice
     assert not between(write, NARROW_USE, "ROOT %v = (f32[512,512]) tuple(%g)")
-    assert not between('%c = () custom-call(%b), custom_call_target="log"')  # returns nothing
+    assert not between(
+        '%c = () custom-call(%b), custom_call_target="log"'
+    )  # returns nothing
 
 
 FORWARD = ', metadata={op_name="jit(step)/jvp()/dot_general"}'
@@ -183,16 +260,29 @@ BACKWARD = ', metadata={op_name="jit(step)/transpose(jvp())/dot_general"}'
 
 
 def kept(use, shard=(128, 512), of=FORWARD):
-    """Return findings on a weight of 512 x 512, gathered as `g`, of which each device has a part."""
+    """Return findings on a weight of 512 x 512, gathered as `g`, of which each device
+    has a part.
+    """
     given = step(program(GATHER.replace(', metadata={op_name="gather"}', of), *use))
     weights = [Argument(0, (512, 512), shard, np.dtype("float32"))]
-    return list(findings.gathered_weights_that_are_kept(given._replace(arguments=weights), Memory(given.program)))
+    return list(
+        findings.gathered_weights_that_are_kept(
+            given._replace(arguments=weights), Memory(given.program)
+        )
+    )
 
 
 def test_a_gathered_weight_is_kept_if_the_backward_pass_uses_what_the_forward_pass_gathered():
-    use = ["%x = f32[512,512] negate(%g)" + FORWARD, "%y = f32[512,512] negate(%g)" + BACKWARD]
+    use = [
+        "%x = f32[512,512] negate(%g)" + FORWARD,
+        "%y = f32[512,512] negate(%g)" + BACKWARD,
+    ]
     (finding,) = kept(use)
-    assert finding.what == "Weights that were gathered for the forward pass are kept for the backward pass (1)"
+    assert (
+        finding.what
+        == "Weights that were gathered for the forward pass are kept for the backward"
+        " pass (1)"
+    )
     assert finding.bytes == 4 * SIZE
     assert "`jax.checkpoint(layer)`" in finding.remedy
     assert kept(use[:1]) == []
@@ -204,7 +294,15 @@ def test_a_copy_of_a_gathered_weight_is_kept_in_its_own_dtype():
     copy = "%c = bf16[512,512]{1,0} convert(%g)" + FORWARD
     (finding,) = kept([copy, "%x = bf16[512,512] negate(%c)" + BACKWARD])
     assert finding.bytes == 2 * SIZE
-    assert kept([copy.replace("convert", "negate"), "%x = bf16[512,512] negate(%c)" + BACKWARD]) == []
+    assert (
+        kept(
+            [
+                copy.replace("convert", "negate"),
+                "%x = bf16[512,512] negate(%c)" + BACKWARD,
+            ]
+        )
+        == []
+    )
 
 
 def beyond(*lines, memory_bytes=4 * 10**6 // 3):
@@ -212,15 +310,26 @@ def beyond(*lines, memory_bytes=4 * 10**6 // 3):
     weights = [Argument(0, (4096, 1024), (1024, 1024), np.dtype("float32"))]
     target = dataclasses.replace(TARGETS["h200"], memory_bytes=memory_bytes)
     given = step(program(*lines))._replace(arguments=weights, results=[weights[0].type])
-    return list(findings.beyond_the_memory(given._replace(peak_bytes=2 * 10**6, target=target), Memory(given.program)))
+    return list(
+        findings.beyond_the_memory(
+            given._replace(peak_bytes=2 * 10**6, target=target), Memory(given.program)
+        )
+    )
 
 
 def test_the_peak_of_a_program_that_does_not_fit_is_told_by_its_three_largest_groups():
     twice = [f"%{name} = bf16[512,512]{{1,0}} negate(%n)" for name in "xy"]
-    lines = [*twice, "%z = bf16[512,256]{1,0} negate(%n)", "ROOT %r = f32[] reduce(%x, %y, %z)"]
+    lines = [
+        *twice,
+        "%z = bf16[512,256]{1,0} negate(%n)",
+        "ROOT %r = f32[] reduce(%x, %y, %z)",
+    ]
     found = beyond(*lines)
     assert [finding.bytes for finding in found] == [5 * SIZE, 5 * SIZE, 2 * SIZE]
-    head = "The peak of 0.002 GB is above the 0.001 GB that JAX takes of one H200. It holds "
+    head = (
+        "The peak of 0.002 GB is above the 0.001 GB that JAX takes of one H200. It"
+        " holds "
+    )
     assert [finding.what.removeprefix(head) for finding in found] == [
         "2 arrays up to f32[512,512], such as `w['b']`",
         "3 arrays up to bf16[512,512]",
@@ -235,11 +344,17 @@ def test_the_peak_of_a_program_that_does_not_fit_is_told_by_its_three_largest_gr
     [
         ("f32[1024,1024]{1,0} negate(%a)" + BACKWARD, "Keep gradients in 16 bits"),
         ("f32[1024,1024]{1,0} negate(%a)", "`mpx.fused_update`"),
-        ("bf16[2,1024,512,512]{3,2,1,0} negate(%a)" + BACKWARD, "If it is scores, a kernel needs none"),
+        (
+            "bf16[2,1024,512,512]{3,2,1,0} negate(%a)" + BACKWARD,
+            "If it is scores, a kernel needs none",
+        ),
         ("f32[2048,1024]{1,0} negate(%a)" + FORWARD, "Keep activations in fewer bits"),
         ("f32[2048,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),
         ("bf16[1024,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),
-        ("f32[4096,1024]{1,0} all-gather(%s), " + MANY, "Gather each weight in a checkpoint"),
+        (
+            "f32[4096,1024]{1,0} all-gather(%s), " + MANY,
+            "Gather each weight in a checkpoint",
+        ),
     ],
 )
 def test_what_the_peak_holds_has_a_remedy_of_its_own(array, remedy):
@@ -250,14 +365,23 @@ def test_what_the_peak_holds_has_a_remedy_of_its_own(array, remedy):
     assert result.remedy.startswith("Donate the argument")
 
 
-DOT = "%{name} = {dtype}[512,512]{{1,0}} dot({operands}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+DOT = (
+    "%{name} = {dtype}[512,512]{{1,0}} dot({operands}), lhs_contracting_dims={{1}},"
+    " rhs_contracting_dims={{0}}"
+)
 IN_FLOAT32 = DOT.format(name="x", dtype="f32", operands="%b, %b")
-IN_BFLOAT16 = [DOT.format(name=f"y{i}", dtype="bf16", operands="%n, %n") for i in range(3)]
+IN_BFLOAT16 = [
+    DOT.format(name=f"y{i}", dtype="bf16", operands="%n, %n") for i in range(3)
+]
 
 
 def test_a_float32_product_is_found_beside_products_in_few_bits():
     (finding,) = found(findings.float32_products, IN_FLOAT32, *IN_BFLOAT16)
-    assert finding.what == "25% of all FLOPs multiply float32 numbers, though others multiply in fewer bits"
+    assert (
+        finding.what
+        == "25% of all FLOPs multiply float32 numbers, though others multiply in fewer"
+        " bits"
+    )
     assert finding.bytes == 2 * SIZE * 4
     for alike in ([IN_FLOAT32], IN_BFLOAT16):
         assert not found(findings.float32_products, *alike)
@@ -267,8 +391,13 @@ def test_a_float32_product_is_found_beside_products_in_few_bits():
 
 def test_a_product_in_another_dtype_than_the_step_asked_for_is_found_by_its_line():
     square = jax.jit(lambda a: a @ a)
-    asked, other = (square.lower(jax.ShapeDtypeStruct((512, 512), dtype)) for dtype in (jnp.bfloat16, jnp.float32))
-    ran = lambda lowered: step(parse(lowered.as_text("hlo", debug_info=True)), lowered=asked)
+    asked, other = (
+        square.lower(jax.ShapeDtypeStruct((512, 512), dtype))
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    ran = lambda lowered: step(
+        parse(lowered.as_text("hlo", debug_info=True)), lowered=asked
+    )
     (finding,) = findings.products_in_another_dtype(ran(other))
     assert finding.what == "A product of bf16 runs in f32"
     assert finding.source.startswith("tests/tools/test_findings.py:")
@@ -279,10 +408,19 @@ def test_a_product_in_another_dtype_than_the_step_asked_for_is_found_by_its_line
     ("line", "sent_by_a_device"),
     [
         ("%x = f32[512,512]{1,0} all-gather(%a), dimensions={0}", 3 * SIZE),
-        ("%x = f32[128,512]{1,0} reduce-scatter(%b), dimensions={0}, to_apply=%add", 3 * SIZE),
+        (
+            "%x = f32[128,512]{1,0} reduce-scatter(%b), dimensions={0}, to_apply=%add",
+            3 * SIZE,
+        ),
         ("%x = f32[512,512]{1,0} all-reduce(%b), to_apply=%add", 6 * SIZE),
         ("%x = f32[512,512]{1,0} all-to-all(%b), dimensions={0}", 3 * SIZE),
-        ("%x = f32[512,512]{1,0} collective-permute(%b), source_target_pairs={{0,1}}", 4 * SIZE),
+        (
+            (
+                "%x = f32[512,512]{1,0} collective-permute(%b),"
+                " source_target_pairs={{0,1}}"
+            ),
+            4 * SIZE,
+        ),
     ],
 )
 def test_what_a_device_sends_in_a_ring(line, sent_by_a_device):

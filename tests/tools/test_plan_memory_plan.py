@@ -27,21 +27,35 @@ BF16 = "params=bf16,compute=bf16,output=f32"
 BLOCKS = mpx.Blockwise8bit(16)
 
 
-SHAPES = {"kernel": (65, 67), "first": (16, 48), "second": (5, 128), "bias": (24,), "scalar": (), "empty": (0, 3)}
+SHAPES = {
+    "kernel": (65, 67),
+    "first": (16, 48),
+    "second": (5, 128),
+    "bias": (24,),
+    "scalar": (),
+    "empty": (0, 3),
+}
 
 
 def trained_model():
     """Return leaves of odd shapes, large enough for 8 bits and not."""
-    return {name: jnp.ones(shape, jnp.float32) for name, shape in SHAPES.items()} | {"none": None}
+    return {name: jnp.ones(shape, jnp.float32) for name, shape in SHAPES.items()} | {
+        "none": None
+    }
 
 
 def model():
     """Return the same and leaves that are not trained."""
-    return trained_model() | {"steps": jnp.arange(7, dtype=jnp.int32), "key": jax.random.key(0)}
+    return trained_model() | {
+        "steps": jnp.arange(7, dtype=jnp.int32),
+        "key": jax.random.key(0),
+    }
 
 
 def labelled(leaf_rule, other_rule):
-    labels = lambda params: jax.tree.map_with_path(lambda path, _: "a" if path[0].key < "g" else "b", params)
+    labels = lambda params: jax.tree.map_with_path(
+        lambda path, _: "a" if path[0].key < "g" else "b", params
+    )
     return optax.partition({"a": leaf_rule, "b": other_rule}, labels)
 
 
@@ -55,7 +69,10 @@ TRANSFORMATIONS = {
     "partition": labelled(mpx.master_weights(ADAMW), optax.sgd(0.1, momentum=0.9)),
     "adafactor": mpx.upcast(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
 }
-RECIPES = {name: (mpx.mixed_precision(ADAMW, name, key=jax.random.key(0)), name) for name in _recipes.RECIPES}
+RECIPES = {
+    name: (mpx.mixed_precision(ADAMW, name, key=jax.random.key(0)), name)
+    for name in _recipes.RECIPES
+}
 F16 = "params=f16,compute=f16,output=f32"
 RECIPES |= {"float16 parameters": (mpx.mixed_precision(ADAMW, F16), F16)}
 CASES = RECIPES | {name: (tx, BF16) for name, tx in TRANSFORMATIONS.items()}
@@ -66,7 +83,9 @@ def nbytes(tree):
 
 
 def abstract(**axes):
-    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return AbstractMesh(
+        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+    )
 
 
 # Bytes of real arrays.
@@ -89,24 +108,35 @@ def test_a_device_has_the_bytes_of_its_part_of_the_real_arrays(name):
     plan = memory_plan(trained_model, tx, policy, mesh=mesh)
     params = mpx.get_policy(policy).cast_to_param(trained_model())
     state = mpx.zero1(tx, mesh).init(jax.device_put(params, NamedSharding(mesh, P())))
-    assert plan.state_bytes_a_device == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    assert plan.state_bytes_a_device == sum(
+        x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)
+    )
     assert plan.state_bytes == nbytes(state)
-    assert plan.state_bytes_a_device < plan.state_bytes  # what is counted is not the whole
+    assert (
+        plan.state_bytes_a_device < plan.state_bytes
+    )  # what is counted is not the whole
     assert plan == memory_plan(trained_model, mpx.zero1(tx, mesh), policy, mesh=mesh)
 
 
 @pytest.mark.parametrize(
     ("axis", "spec", "weights", "moments"),
-    [("data", P(None, "model"), 16 * 12, 16 * 12 / 2), (None, P("data", "model"), 8 * 12, 8 * 12)],
+    [
+        ("data", P(None, "model"), 16 * 12, 16 * 12 / 2),
+        (None, P("data", "model"), 8 * 12, 8 * 12),
+    ],
     ids=["divided again", "as the parameters"],
 )
-def test_parameters_gradients_and_moments_are_divided_as_the_specs_say(axis, spec, weights, moments):
+def test_parameters_gradients_and_moments_are_divided_as_the_specs_say(
+    axis, spec, weights, moments
+):
     """A device has a part of 16 x 48 elements."""
     mesh = abstract(data=2, model=4)
     shapes = {"w": jax.ShapeDtypeStruct((16, 48), jnp.float32)}
     plan = memory_plan(shapes, optax.adam(0.1), mesh=mesh, axis=axis, param_specs=spec)
     assert plan.bytes_of("parameters") == plan.bytes_of("gradients") == 4 * weights
-    assert plan.bytes_of("first moment") == plan.bytes_of("second moment") == 4 * moments
+    assert (
+        plan.bytes_of("first moment") == plan.bytes_of("second moment") == 4 * moments
+    )
     assert plan.devices == 8
 
 
@@ -119,7 +149,12 @@ ROWS = {"axis": None, "param_specs": P("data")}  # FSDP
         ("bf16", {}, 2, 4),
         ("f32", {}, 4, 4),
         ("p=f32,c=bf16", {}, 4, 4),  # new parameters, in float32
-        ("p=f32,c=bf16", ROWS, 4, 4),  # weights, cast before they are sent, for the backward pass again
+        (
+            "p=f32,c=bf16",
+            ROWS,
+            4,
+            4,
+        ),  # weights, cast before they are sent, for the backward pass again
         ("p=bf16,c=f32", ROWS, 4, 4),
         ("p=bf16,c=fp8", ROWS, 4, 4),
         ("p=bf16,c=bf16,'b'=f32", ROWS, 5, 4),  # a quarter of all in 4 bytes
@@ -129,14 +164,27 @@ ROWS = {"axis": None, "param_specs": P("data")}  # FSDP
         ("bf16", {"param_specs": P(None, "model")}, 1, 2),  # half of each weight
         ("bf16", {"mesh": abstract(data=1)}, 0, 0),
         ("bf16", {"mesh": None}, 0, 0),
-        ("bf16", {"model": {"w": jax.ShapeDtypeStruct((3, 5), jnp.float32)}}, 0, 4),  # which no axis divides
+        (
+            "bf16",
+            {"model": {"w": jax.ShapeDtypeStruct((3, 5), jnp.float32)}},
+            0,
+            4,
+        ),  # which no axis divides
     ],
 )
-def test_what_a_step_sends_follows_from_the_policy_and_the_sharding(policy, options, gathered, summed):
-    shapes = {"a": jax.ShapeDtypeStruct((16, 48), jnp.float32), "b": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
+def test_what_a_step_sends_follows_from_the_policy_and_the_sharding(
+    policy, options, gathered, summed
+):
+    shapes = {
+        "a": jax.ShapeDtypeStruct((16, 48), jnp.float32),
+        "b": jax.ShapeDtypeStruct((16, 16), jnp.float32),
+    }
     default = {"model": shapes, "mesh": abstract(data=8, model=2)}
     plan = memory_plan(tx=optax.sgd(0.1), policy=policy, **(default | options))
-    assert (plan.gathered_bytes_a_parameter, plan.summed_bytes_a_parameter) == (gathered, summed)
+    assert (plan.gathered_bytes_a_parameter, plan.summed_bytes_a_parameter) == (
+        gathered,
+        summed,
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,8 +197,12 @@ def test_what_a_step_sends_follows_from_the_policy_and_the_sharding(policy, opti
         (None, {}, 4),
     ],
 )
-def test_on_several_devices_gradients_have_the_dtype_of_their_sum(policy, options, size):
-    plan = memory_plan(4096, optax.sgd(0.1), policy, **({"mesh": abstract(data=8)} | options))
+def test_on_several_devices_gradients_have_the_dtype_of_their_sum(
+    policy, options, size
+):
+    plan = memory_plan(
+        4096, optax.sgd(0.1), policy, **({"mesh": abstract(data=8)} | options)
+    )
     assert plan.bytes_of("gradients") == size * 4096
 
 
@@ -159,8 +211,12 @@ def test_on_several_devices_gradients_have_the_dtype_of_their_sum(policy, option
 
 @given(st.integers(1, 10**12), st.integers(1, 64))
 def test_a_number_is_rounded_up_to_blocks_on_each_device(n, d):
-    """Otherwise neither a moment nor its scales could be divided, and would be whole on every device."""
-    tx = mpx.low_precision_state(optax.sgd(0.1, momentum=0.9), {"trace": mpx.Blockwise8bit()}, min_size=0)
+    """Otherwise neither a moment nor its scales could be divided, and would be whole on
+    every device.
+    """
+    tx = mpx.low_precision_state(
+        optax.sgd(0.1, momentum=0.9), {"trace": mpx.Blockwise8bit()}, min_size=0
+    )
     plan = memory_plan(n, tx, mesh=abstract(data=d))
     held = {row.kind: row.bytes for row in plan.rows}
     elements = held["first moment"]
@@ -180,7 +236,11 @@ def test_a_number_is_rounded_up_to_blocks_on_each_device(n, d):
         nnx.state(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Param),
         lambda: nn.Dense(3).init(jax.random.key(0), jnp.ones((1, 5))),
         eqx.nn.MLP(5, 3, 0, 0, key=jax.random.key(0)),
-        {"w": np.ones((5, 3), np.float32), "b": jax.ShapeDtypeStruct((3,), np.float32), "activation": jnp.tanh},
+        {
+            "w": np.ones((5, 3), np.float32),
+            "b": jax.ShapeDtypeStruct((3,), np.float32),
+            "activation": jnp.tanh,
+        },
         18,
     ],
     ids=["nnx", "linen function", "equinox", "tree", "number"],
@@ -210,7 +270,9 @@ def test_nothing_is_run_and_nothing_allocated():
 def test_the_plan_of_one_device_does_not_see_how_explicit_axes_divide_a_model():
     mesh = jax.make_mesh((8,), ("data",), devices=jax.devices("cpu"))
     w = jax.device_put(jnp.ones((16, 48)), NamedSharding(mesh, P("data")))
-    assert memory_plan(w, ADAMW) == memory_plan(jax.ShapeDtypeStruct((16, 48), jnp.float32), ADAMW)
+    assert memory_plan(w, ADAMW) == memory_plan(
+        jax.ShapeDtypeStruct((16, 48), jnp.float32), ADAMW
+    )
 
 
 # Parts and tables.
@@ -238,7 +300,11 @@ def test_the_parts_of_a_state_are_named_as_its_fields():
 @pytest.mark.parametrize(
     ("tx", "name", "part"),
     [
-        (optax.MultiSteps(optax.sgd(0.1), 2), "acc_grads", ("sum of gradients", "float32")),
+        (
+            optax.MultiSteps(optax.sgd(0.1), 2),
+            "acc_grads",
+            ("sum of gradients", "float32"),
+        ),
         (optax.sgd(0.1, momentum=0.9), "trace", ("first moment", "bfloat16")),
         (mpx.master_weights(optax.sgd(0.1)), "master", ("masters", "float32")),
         (mpx.kahan_summation(), "compensation", ("compensation", "bfloat16")),

@@ -43,7 +43,9 @@ def test_updates_too_small_to_round_up_are_kept(dtype):
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_parameter_plus_compensation_is_the_exact_sum_to_the_precision_of_both(dtype):
-    """Compare with exact fractions: off by less than half an ulp of the compensation a step, never by one of `p`."""
+    """Compare with exact fractions: off by less than half an ulp of the compensation a
+    step, never by one of `p`.
+    """
     rng = np.random.default_rng(0)
     updates = (rng.normal(size=1000) * 1e-3).astype(np.float32)
     exact = Fraction(1) + sum((Fraction(float(u)) for u in updates), Fraction(0))
@@ -55,7 +57,9 @@ def test_parameter_plus_compensation_is_the_exact_sum_to_the_precision_of_both(d
 
 
 def test_a_compensation_of_float16_loses_what_bfloat16_keeps():
-    """Show why the default is bfloat16 for float16 parameters too: 2**-26 has no float16 value."""
+    """Show why the default is bfloat16 for float16 parameters too: 2**-26 has no
+    float16 value.
+    """
     start, update = jnp.full((), 2.0**-10, jnp.float16), jnp.float32(2.0**-26)
     default, _ = add_repeatedly(mpx.kahan_summation(), start, update, 256)
     narrow, _ = add_repeatedly(mpx.kahan_summation(jnp.float16), start, update, 256)
@@ -65,12 +69,19 @@ def test_a_compensation_of_float16_loses_what_bfloat16_keeps():
 
 def test_a_compensation_beyond_the_range_of_its_dtype_does_not_become_infinite():
     """A bfloat16 weight of 1e8 lacks more than float16 can hold."""
-    start, update = jnp.array([1e8, -1e8], jnp.bfloat16), jnp.array([3e5, -3e5], jnp.float32)
-    assert mpx.all_finite(add_repeatedly(mpx.kahan_summation(jnp.float16), start, update, 20))
+    start, update = (
+        jnp.array([1e8, -1e8], jnp.bfloat16),
+        jnp.array([3e5, -3e5], jnp.float32),
+    )
+    assert mpx.all_finite(
+        add_repeatedly(mpx.kahan_summation(jnp.float16), start, update, 20)
+    )
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_an_infinite_parameter_stays_infinite(dtype):
     """A mask of attention, say, of which no gradient arrives: in float32 it stays."""
-    params, _ = add_repeatedly(mpx.kahan_summation(), jnp.array([-jnp.inf, jnp.inf], dtype), jnp.zeros(2), 3)
+    params, _ = add_repeatedly(
+        mpx.kahan_summation(), jnp.array([-jnp.inf, jnp.inf], dtype), jnp.zeros(2), 3
+    )
     assert params.tolist() == [-np.inf, np.inf]

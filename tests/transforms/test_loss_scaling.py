@@ -12,20 +12,35 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from tests.helpers import assert_same_bits, bits, cases, eight_cpu_devices, types_of, unfused
+from tests.helpers import (
+    assert_same_bits,
+    bits,
+    cases,
+    eight_cpu_devices,
+    types_of,
+    unfused,
+)
 
 pytestmark = [pytest.mark.optax_promotion, pytest.mark.eager]
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 10)
-RULE = optax.chain(optax.clip_by_global_norm(1.0), optax.add_noise(1e-3, 0.5, key=0), optax.adamw(SCHEDULE))
+RULE = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.add_noise(1e-3, 0.5, key=0),
+    optax.adamw(SCHEDULE),
+)
 WRAPPED = {
     "full masters": mpx.master_weights(RULE),
     "split masters": mpx.master_weights(RULE, storage="split"),
     "kahan": optax.chain(mpx.upcast(RULE), mpx.kahan_summation()),
-    "stochastic": optax.chain(mpx.upcast(RULE), mpx.stochastic_rounding(jax.random.key(0))),
+    "stochastic": optax.chain(
+        mpx.upcast(RULE), mpx.stochastic_rounding(jax.random.key(0))
+    ),
     "multi steps": optax.MultiSteps(mpx.master_weights(RULE), 2),
     "few bits": mpx.master_weights(
-        mpx.low_precision_state(optax.adamw(SCHEDULE), {"mu|nu": mpx.Blockwise8bit(16)}, min_size=1)
+        mpx.low_precision_state(
+            optax.adamw(SCHEDULE), {"mu|nu": mpx.Blockwise8bit(16)}, min_size=1
+        )
     ),
 }
 
@@ -41,14 +56,18 @@ def params():
 
 def good_grads(scale):
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32) * scale, params())
+    return jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32) * scale, params()
+    )
 
 
 @pytest.mark.parametrize("wrapped", cases(WRAPPED, {"split masters", "few bits"}))
 def test_a_skip_is_total(wrapped):
-    """One bad number: parameters, masters, moments, counts, keys and low bits keep their bits; -0.0 stays -0.0.
+    """One bad number: parameters, masters, moments, counts, keys and low bits keep
+    their bits; -0.0 stays -0.0.
 
-    The next good step is that of a training without the bad one. It keeps the note of which gradient was bad.
+    The next good step is that of a training without the bad one. It keeps the note of
+    which gradient was bad.
     """
     tx = mpx.loss_scaling(WRAPPED[wrapped])
 
@@ -75,7 +94,9 @@ def test_a_skip_is_total(wrapped):
         good, good_state = step(after, new_state, good_grads(new_state.loss_scale))
         assert int(good_state.first_nonfinite) == sorted(before).index(leaf)
         expected, expected_state = step(before, state, good_grads(state.loss_scale))
-        assert_same_bits((good, good_state.inner_state), (expected, expected_state.inner_state))
+        assert_same_bits(
+            (good, good_state.inner_state), (expected, expected_state.inner_state)
+        )
 
 
 def test_without_it_one_bad_number_destroys_the_training():
@@ -99,7 +120,9 @@ def test_a_skipped_update_is_minus_zero(dtype):
 
 
 def test_the_training_is_the_same_under_any_power_of_two_scale():
-    """Compile without fusion: in programs of other operations the compiler contracts other products and sums."""
+    """Compile without fusion: in programs of other operations the compiler contracts
+    other products and sums.
+    """
 
     def three_updates(tx, exponent=0):
         step, state = jax.jit(tx.update, compiler_options=unfused()), tx.init(params())
@@ -109,7 +132,9 @@ def test_the_training_is_the_same_under_any_power_of_two_scale():
             updates, state = step(good_grads(2.0**exponent), state, params())
         return updates, state
 
-    rule = mpx.master_weights(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE)))
+    rule = mpx.master_weights(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE))
+    )
     expected, plain_state = three_updates(rule)
     tx = mpx.loss_scaling(rule, mpx.StaticLossScale(1.0))
     for exponent in (1, 15, 24):
@@ -120,10 +145,20 @@ def test_the_training_is_the_same_under_any_power_of_two_scale():
 
 def test_a_run_goes_on_with_the_settings_of_its_program_and_the_counters_of_its_checkpoint():
     """A minimum of 4 in the checkpoint, of 1/4 in the program."""
-    make = lambda low: mpx.loss_scaling(optax.sgd(1.0), mpx.DynamicLossScale(4.0, 0, 10, 2, low, hysteresis=2))
+    make = lambda low: mpx.loss_scaling(
+        optax.sgd(1.0), mpx.DynamicLossScale(4.0, 0, 10, 2, low, hysteresis=2)
+    )
     old, new = make(4.0), make(0.25)
     bad, state = jnp.full(1, jnp.nan), old.init(jnp.ones(1))
-    for tx, expected in [(old, 4.0), (old, 4.0), (new, 2.0), (new, 1.0), (new, 0.5), (new, 0.25), (new, 0.25)]:
+    for tx, expected in [
+        (old, 4.0),
+        (old, 4.0),
+        (new, 2.0),
+        (new, 1.0),
+        (new, 0.5),
+        (new, 0.25),
+        (new, 0.25),
+    ]:
         _, state = tx.update(bad, state)
         assert float(state.loss_scale) == expected
     assert float(mpx.get_loss_scale(state).min_loss_scale) == 0.25
@@ -137,20 +172,28 @@ def poisoned_on_one_device():
     return jnp.ones((8, 2), jnp.float32).at[7, 1].set(jnp.nan)
 
 
-@pytest.mark.parametrize(("axis_name", "check_vma"), [(None, False), ("data", False), ("data", True)])
+@pytest.mark.parametrize(
+    ("axis_name", "check_vma"), [(None, False), ("data", False), ("data", True)]
+)
 def test_inside_shard_map_all_devices_agree_that_a_step_is_bad(axis_name, check_vma):
     tx = mpx.loss_scaling(optax.sgd(1.0), axis_name=axis_name)
     mesh = eight_cpu_devices()
 
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P("data")), check_vma=check_vma
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=(P("data"), P("data")),
+        check_vma=check_vma,
     )
     def step(grads, params):
         updates, state = tx.update(grads[0], tx.init(params), params)
         return updates[None], state.skipped_steps[None]
 
     updates, skipped = jax.jit(step)(poisoned_on_one_device(), jnp.ones(2))
-    if axis_name is None:  # negative control: the others step on, and replicas drift apart
+    if (
+        axis_name is None
+    ):  # negative control: the others step on, and replicas drift apart
         assert skipped.tolist() == [0] * 7 + [1]
     else:
         assert skipped.tolist() == [1] * 8
@@ -163,7 +206,9 @@ def test_a_class_without_a_state_is_told_what_it_lacks():
         loss_scale: float = 2.0
 
     assert mpx.value_and_grad(lambda w: 3 * w, Mine())(jnp.float32(1)) == (3, 6)
-    with pytest.raises(NotImplementedError, match="Mine must define `state`; see `LossScale`"):
+    with pytest.raises(
+        NotImplementedError, match="Mine must define `state`; see `LossScale`"
+    ):
         mpx.loss_scaling(optax.sgd(1.0), Mine())
 
 
@@ -175,7 +220,9 @@ def test_a_line_search_inside_sees_true_gradients():
         w, state = jnp.zeros(4), tx.init(jnp.zeros(4))
         for _ in range(3):
             value, grad = mpx.value_and_grad(loss, mpx.get_loss_scale(state))(w)
-            updates, state = tx.update(grad, state, w, value=value, grad=grad, value_fn=loss)
+            updates, state = tx.update(
+                grad, state, w, value=value, grad=grad, value_fn=loss
+            )
             w = optax.apply_updates(w, updates)
         return w
 
@@ -184,8 +231,14 @@ def test_a_line_search_inside_sees_true_gradients():
 
 
 def test_the_state_of_a_bare_rule_has_strong_types_that_stay_and_buffers_of_its_own():
-    init = lambda params: {"start": params, "weak": 0.5, "drifts": jnp.zeros((), jnp.bfloat16)}
-    rule = optax.GradientTransformation(init, lambda u, s, params=None: (u, s | {"drifts": jnp.float32(1.0)}))
+    init = lambda params: {
+        "start": params,
+        "weak": 0.5,
+        "drifts": jnp.zeros((), jnp.bfloat16),
+    }
+    rule = optax.GradientTransformation(
+        init, lambda u, s, params=None: (u, s | {"drifts": jnp.float32(1.0)})
+    )
     tx, params = mpx.loss_scaling(rule), jnp.ones(3, jnp.float32)
     state = tx.init(params)
     assert state.inner_state["start"] is not params
@@ -196,18 +249,28 @@ def test_the_state_of_a_bare_rule_has_strong_types_that_stay_and_buffers_of_its_
 def test_counters_saturate():
     tx = mpx.loss_scaling(optax.sgd(1.0), mpx.StaticLossScale(1.0))
     most = np.int32(np.iinfo(np.int32).max)
-    state = tx.init(jnp.ones(2))._replace(skipped_steps=jnp.asarray(most), stuck_steps=jnp.asarray(most))
+    state = tx.init(jnp.ones(2))._replace(
+        skipped_steps=jnp.asarray(most), stuck_steps=jnp.asarray(most)
+    )
     _, state = tx.update(jnp.full(2, jnp.nan), state)
     assert (state.skipped_steps, state.stuck_steps) == (most, most)
 
 
 def test_a_rule_whose_state_is_a_bare_dictionary_has_no_loss_scale_once_it_stands_in_a_chain():
-    """The remedy of the error for it: nothing tells such a state from parameters that were passed by mistake."""
+    """The remedy of the error for it: nothing tells such a state from parameters that
+    were passed by mistake.
+    """
     rule = optax.GradientTransformation(
-        lambda params: {"momentum": params}, lambda updates, state, params=None: (updates, {"momentum": updates})
+        lambda params: {"momentum": params},
+        lambda updates, state, params=None: (updates, {"momentum": updates}),
     )
-    with pytest.raises(TypeError, match=r"element of a chain, as in `optax.chain\(rule, optax.identity\(\)\)`"):
+    with pytest.raises(
+        TypeError,
+        match=r"element of a chain, as in `optax.chain\(rule, optax.identity\(\)\)`",
+    ):
         mpx.get_loss_scale(rule.init({"w": jnp.ones(2)}))
-    state = mpx.mixed_precision(optax.chain(rule, optax.identity()), "f32").init({"w": jnp.ones(2)})
+    state = mpx.mixed_precision(optax.chain(rule, optax.identity()), "f32").init(
+        {"w": jnp.ones(2)}
+    )
     assert mpx.get_loss_scale(state) == mpx.NoOpLossScale()
     assert mpx.skipped_steps(state) == 0

@@ -1,4 +1,6 @@
-"""Which leaves of a state are kept in few bits, what the rule sees of them, and what is refused."""
+"""Which leaves of a state are kept in few bits, what the rule sees of them, and what is
+refused.
+"""
 
 from typing import Any, NamedTuple
 
@@ -23,12 +25,17 @@ SHAPE = (64, 80)  # above `min_size`, and no multiple of the block size in a row
 
 def params(dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    return {"kernel": jnp.asarray(rng.normal(size=SHAPE), dtype), "bias": jnp.zeros(80, dtype)}
+    return {
+        "kernel": jnp.asarray(rng.normal(size=SHAPE), dtype),
+        "bias": jnp.zeros(80, dtype),
+    }
 
 
 def grads(step=0):
     rng = np.random.default_rng(step + 1)
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) * 0.1, jnp.float32), params())
+    return jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=p.shape) * 0.1, jnp.float32), params()
+    )
 
 
 def trained(tx, steps=3, start=None):
@@ -46,7 +53,11 @@ def adam(formats, **options):
 
 
 def formats_of(state):
-    return [leaf.format for leaf in jax.tree.leaves(state, is_leaf=is_stored) if is_stored(leaf)]
+    return [
+        leaf.format
+        for leaf in jax.tree.leaves(state, is_leaf=is_stored)
+        if is_stored(leaf)
+    ]
 
 
 # What is stored, and what the rule sees.
@@ -63,7 +74,8 @@ def test_chosen_leaves_are_stored_in_their_format_and_all_others_as_they_are():
     assert optax.tree.get(state, "count").dtype == np.int32
 
 
-# Whose state it is: the field decides, or the key of a dictionary that is a state, and never the name of a parameter.
+# Whose state it is: the field decides, or the key of a dictionary that is a state, and
+# never the name of a parameter.
 
 
 class Layer(NamedTuple):
@@ -81,34 +93,62 @@ class Labelled(NamedTuple):
 
 
 def with_state(state_of):
-    return optax.GradientTransformation(state_of, lambda updates, state, params=None: (updates, state))
+    return optax.GradientTransformation(
+        state_of, lambda updates, state, params=None: (updates, state)
+    )
 
 
 LEAF = jnp.ones((1, 4096), jnp.float32)
 TWO_RULES = {"mu": optax.adam(1e-3), "nu": optax.sgd(1e-3, momentum=0.9)}
 ROLES = {
     "adam": (optax.adam(1e-3), LEAF, {"mu": SIGNED, "nu": UNSIGNED}),
-    "amsgrad": (optax.amsgrad(1e-3), LEAF, {"mu": SIGNED, "nu": UNSIGNED, "nu_max": UNSIGNED}),
+    "amsgrad": (
+        optax.amsgrad(1e-3),
+        LEAF,
+        {"mu": SIGNED, "nu": UNSIGNED, "nu_max": UNSIGNED},
+    ),
     "sm3, whose nu is the momentum": (optax.sm3(1e-3), LEAF, {"nu": SIGNED}),
     "adan": (optax.adan(1e-3), LEAF, {"m": SIGNED, "v": SIGNED, "n": UNSIGNED}),
     "adadelta": (optax.adadelta(1e-3), LEAF, {"e_g": UNSIGNED, "e_x": UNSIGNED}),
-    "sophia, whose nu may be negative": (optax.contrib.sophia(1e-3), LEAF, {"nu": SIGNED}),
+    "sophia, whose nu may be negative": (
+        optax.contrib.sophia(1e-3),
+        LEAF,
+        {"nu": SIGNED},
+    ),
     "partition": (
         optax.partition(TWO_RULES, Layer("mu", "nu")),
         Layer(LEAF, LEAF),
         {"0/mu/mu": SIGNED, "0/nu/mu": UNSIGNED, "trace": SIGNED},
     ),
-    "parameters called mu and nu": (optax.adam(1e-3), Layer(LEAF, LEAF), {"^0/mu": SIGNED, "^0/nu": UNSIGNED}),
-    "a dictionary": (with_state(lambda p: {"mu": p, "nu": p}), LEAF, {"mu": SIGNED, "nu": UNSIGNED}),
-    "own": (with_state(lambda p: OwnState(p, p)), LEAF, {"m": SIGNED, "exp_avg_sq": UNSIGNED}),
-    "own, masked": (with_state(lambda p: optax.MaskedState(OwnState(p, p))), LEAF, {"m": SIGNED}),
+    "parameters called mu and nu": (
+        optax.adam(1e-3),
+        Layer(LEAF, LEAF),
+        {"^0/mu": SIGNED, "^0/nu": UNSIGNED},
+    ),
+    "a dictionary": (
+        with_state(lambda p: {"mu": p, "nu": p}),
+        LEAF,
+        {"mu": SIGNED, "nu": UNSIGNED},
+    ),
+    "own": (
+        with_state(lambda p: OwnState(p, p)),
+        LEAF,
+        {"m": SIGNED, "exp_avg_sq": UNSIGNED},
+    ),
+    "own, masked": (
+        with_state(lambda p: optax.MaskedState(OwnState(p, p))),
+        LEAF,
+        {"m": SIGNED},
+    ),
 }
 
 
 @pytest.mark.parametrize(("rule", "params", "expected"), ROLES.values(), ids=ROLES)
 def test_second_moments_are_found_by_the_field_of_the_state(rule, params, expected):
     for field, signed in expected.items():
-        state = mpx.low_precision_state(rule, {field: EIGHT_BITS}, min_size=1).init(params)
+        state = mpx.low_precision_state(rule, {field: EIGHT_BITS}, min_size=1).init(
+            params
+        )
         assert set(formats_of(state)) == {signed}, field
 
 
@@ -121,7 +161,9 @@ def test_a_field_of_unknown_sign_has_to_be_told(state_of):
     rule, pattern = with_state(state_of), {".*": EIGHT_BITS}
     with pytest.raises(ValueError, match="in fields of unknown sign"):
         mpx.low_precision_state(rule, pattern).init(LEAF)
-    assert formats_of(mpx.low_precision_state(rule, {".*": UNSIGNED}).init(LEAF)) == [UNSIGNED]
+    assert formats_of(mpx.low_precision_state(rule, {".*": UNSIGNED}).init(LEAF)) == [
+        UNSIGNED
+    ]
 
 
 # Paths.
@@ -130,7 +172,10 @@ def test_a_field_of_unknown_sign_has_to_be_told(state_of):
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
-        ("mu", ["0/mu/a", "0/mu/u/mu", "0/nu/u/mu"]),  # the leaf of a parameter called mu, too
+        (
+            "mu",
+            ["0/mu/a", "0/mu/u/mu", "0/nu/u/mu"],
+        ),  # the leaf of a parameter called mu, too
         ("0/mu", ["0/mu/a", "0/mu/u/mu"]),
         ("mu/a", ["0/mu/a"]),
         ("m.", ["0/mu/a", "0/mu/u/mu", "0/nu/u/mu"]),
@@ -162,7 +207,9 @@ def test_a_role_stands_for_the_leaves_that_a_rule_keeps_under_another_name():
 
 @pytest.mark.parametrize("name", ["key", "weights", "signed", "count"])
 def test_a_layer_that_is_called_as_a_role_of_one_word_is_found_by_its_path(name):
-    state = adam({name: "bf16"}).init({name: jnp.ones(4096, jnp.float32), "w": jnp.ones(4096, jnp.float32)})
+    state = adam({name: "bf16"}).init(
+        {name: jnp.ones(4096, jnp.float32), "w": jnp.ones(4096, jnp.float32)}
+    )
     mu = optax.tree.get(state, "mu")
     assert (mu[name].dtype, mu["w"].dtype) == (jnp.bfloat16, np.float32)
 
@@ -171,7 +218,10 @@ def test_the_first_pattern_wins_so_that_an_exception_stands_in_front():
     start = {"embedding": jnp.ones(4096, jnp.float32), "w": jnp.ones(4096, jnp.float32)}
     mu = optax.tree.get(adam({"embedding": "f32", "mu|nu": "bf16"}).init(start), "mu")
     assert (mu["embedding"].dtype, mu["w"].dtype) == (np.float32, jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"'mu/embedding' decides about no leaf, because others before it match"):
+    with pytest.raises(
+        ValueError,
+        match=r"'mu/embedding' decides about no leaf, because others before it match",
+    ):
         adam({"mu": "bf16", "mu/embedding": "f32"}).init(start)
 
 
@@ -184,9 +234,13 @@ def test_each_step_and_each_leaf_draws_anew_and_equal_keys_give_equal_trainings(
 
     def run(key):
         rule = optax.sgd(1.0, momentum=0.9)
-        tx = mpx.low_precision_state(rule, {"trace": "bf16"}, rounding="stochastic", key=key)
+        tx = mpx.low_precision_state(
+            rule, {"trace": "bf16"}, rounding="stochastic", key=key
+        )
         _, first = tx.update(g, tx.init(start), start)
-        _, second = tx.update(g, first._replace(inner_state=tx.init(start).inner_state), start)
+        _, second = tx.update(
+            g, first._replace(inner_state=tx.init(start).inner_state), start
+        )
         return first, second
 
     first, second = run(jax.random.key(0))
@@ -208,11 +262,19 @@ def test_each_step_and_each_leaf_draws_anew_and_equal_keys_give_equal_trainings(
         (optax.contrib.mechanize(optax.sgd(1e-3)), ".*"),
     ],
 )
-def test_masters_compensations_and_copies_of_weights_are_never_stored_in_less(rule, field):
-    # Float32 parameters, of which they keep nothing, are all that wrappers would see: take their states as they are.
+def test_masters_compensations_and_copies_of_weights_are_never_stored_in_less(
+    rule, field
+):
+    # Float32 parameters, of which they keep nothing, are all that wrappers would see:
+    # take their states as they are.
     dtype = jnp.bfloat16 if field in ("master", "compensation") else jnp.float32
-    as_it_is = optax.GradientTransformation(lambda _: rule.init(params(dtype)), rule.update)
-    with pytest.raises(ValueError, match=r"are masters, compensations or copies of weights(.|\n)*/bias'"):
+    as_it_is = optax.GradientTransformation(
+        lambda _: rule.init(params(dtype)), rule.update
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"are masters, compensations or copies of weights(.|\n)*/bias'",
+    ):
         mpx.low_precision_state(as_it_is, {".*": EIGHT_BITS}).init(params())
     mpx.low_precision_state(as_it_is, {field: "f32"}).init(params())
 
@@ -233,18 +295,27 @@ COMPLEX = {"filter": jnp.full((64, 64), 1 + 2j, jnp.complex64), "kernel": KERNEL
 SLOPES = {"filter": jnp.full((64, 64), 0.3 - 0.1j, jnp.complex64), "kernel": KERNEL}
 
 
-@pytest.mark.parametrize("formats", [{"mu": "bf16"}, {"mu/filter": EIGHT_BITS}, {".*": "bf16"}])
+@pytest.mark.parametrize(
+    "formats", [{"mu": "bf16"}, {"mu/filter": EIGHT_BITS}, {".*": "bf16"}]
+)
 def test_complex_leaves_are_refused_by_name(formats):
-    with pytest.raises(ValueError, match=r"These leaves are complex(.|\n)*'0/mu/filter': complex64\[64, 64\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"These leaves are complex(.|\n)*'0/mu/filter': complex64\[64, 64\]",
+    ):
         mpx.low_precision_state(optax.adam(1e-3), formats).init(COMPLEX)
 
 
 def test_complex_leaves_with_an_exception_stay_as_the_rule_has_them():
-    tx = mpx.low_precision_state(optax.adam(1e-3), {"(mu|nu)/filter": "f32", "mu|nu": EIGHT_BITS})
+    tx = mpx.low_precision_state(
+        optax.adam(1e-3), {"(mu|nu)/filter": "f32", "mu|nu": EIGHT_BITS}
+    )
     updates, state = tx.update(SLOPES, tx.init(COMPLEX), COMPLEX)
     assert optax.tree.get(state, "mu")["filter"].dtype == jnp.complex64
     alone = {"filter": COMPLEX["filter"]}
-    expected, _ = optax.adam(1e-3).update({"filter": SLOPES["filter"]}, optax.adam(1e-3).init(alone), alone)
+    expected, _ = optax.adam(1e-3).update(
+        {"filter": SLOPES["filter"]}, optax.adam(1e-3).init(alone), alone
+    )
     assert_same_bits(updates["filter"], expected["filter"])
 
 
@@ -256,7 +327,9 @@ def test_both_parts_of_complex_moments_are_stored_by_a_rule_that_splits_them():
         updates, state = tx.update(SLOPES, state, COMPLEX)
         expected, exact = rule.update(SLOPES, exact, COMPLEX)
     np.testing.assert_allclose(updates["filter"], expected["filter"], rtol=0.02)
-    assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.size >= 4096} == {1}
+    assert {
+        leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.size >= 4096
+    } == {1}
 
 
 @pytest.mark.parametrize(
@@ -270,4 +343,10 @@ def test_both_parts_of_complex_moments_are_stored_by_a_rule_that_splits_them():
 )
 def test_muon_with_momentum_in_4_bits_is_warned_of(recwarn, rule, recipe, warns):
     mpx.mixed_precision(rule, recipe, key=jax.random.key(0)).init(params(jnp.bfloat16))
-    assert any("Muon multiplies its momentum" in str(warning.message) for warning in recwarn) == warns
+    assert (
+        any(
+            "Muon multiplies its momentum" in str(warning.message)
+            for warning in recwarn
+        )
+        == warns
+    )

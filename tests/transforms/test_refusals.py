@@ -34,26 +34,37 @@ def low(formats, rule=ADAM, params=MATRIX, **options):
 
 
 def updated(tx, grads, params=W, state=None):
-    return lambda: tx.update(grads, tx.init(params or W) if state is None else state, params)
+    return lambda: tx.update(
+        grads, tx.init(params or W) if state is None else state, params
+    )
 
 
 def other_formats(before, after, **options):
     make = lambda formats, **options: mpx.low_precision_state(ADAM, formats, **options)
-    return lambda: make(after, **options).update(MATRIX, make(before).init(MATRIX), MATRIX)
+    return lambda: make(after, **options).update(
+        MATRIX, make(before).init(MATRIX), MATRIX
+    )
 
 
 def rule_of(state, new):
     """Return a rule with this state, and another one after an update."""
-    return optax.GradientTransformation(lambda params: state, lambda updates, _, params=None: (updates, new))
+    return optax.GradientTransformation(
+        lambda params: state, lambda updates, _, params=None: (updates, new)
+    )
 
 
 VALUES = [
     *[
-        (lambda given=given: mpx.master_weights(SGD, storage=given), "`storage` must be 'full', 'split' or 'split24'")
+        (
+            lambda given=given: mpx.master_weights(SGD, storage=given),
+            "`storage` must be 'full', 'split' or 'split24'",
+        )
         for given in ("halves", None)
     ],
     (
-        with_64_bits(lambda: mpx.master_weights(SGD, dtype=jnp.float64, storage="split")),
+        with_64_bits(
+            lambda: mpx.master_weights(SGD, dtype=jnp.float64, storage="split")
+        ),
         "split masters are float32, but got `dtype` float64",
     ),
     (
@@ -73,26 +84,47 @@ VALUES = [
         r"rounded twice\. .*\n  'w': bfloat16\[2\]",
     ),
     *[
-        (lambda dtype=dtype: mpx.upcast(SGD, dtype), "`dtype` must be float32 or float64, but got")
+        (
+            lambda dtype=dtype: mpx.upcast(SGD, dtype),
+            "`dtype` must be float32 or float64, but got",
+        )
         for dtype in (np.int32, BF16)
     ],
-    (lambda: mpx.stochastic_rounding(jax.random.split(jax.random.key(0), 3)), r"one key, but got \(3,\)"),
-    (lambda: mpx.kahan_summation(jnp.int8), "must be bfloat16, float16 or float32, but got int8"),
+    (
+        lambda: mpx.stochastic_rounding(jax.random.split(jax.random.key(0), 3)),
+        r"one key, but got \(3,\)",
+    ),
+    (
+        lambda: mpx.kahan_summation(jnp.int8),
+        "must be bfloat16, float16 or float32, but got int8",
+    ),
     *[
-        (updated(tx, jnp.ones(2), None, tx.init(W)), r"call `update\(grads, state, params\)`")
+        (
+            updated(tx, jnp.ones(2), None, tx.init(W)),
+            r"call `update\(grads, state, params\)`",
+        )
         for tx in (mpx.master_weights(SGD), *KEEPERS)
     ],
     *[
-        (updated(tx, {"w": jnp.ones((3, 1))}), r"'w': float..\[3, 1\], but the parameter is \w+\[2\]")
+        (
+            updated(tx, {"w": jnp.ones((3, 1))}),
+            r"'w': float..\[3, 1\], but the parameter is \w+\[2\]",
+        )
         for tx in (mpx.master_weights(SGD), *KEEPERS)
     ],
     *[
-        (updated(tx, {"w": None}), r"1 of 1 parameters have no gradient(.|\n)*'w': None")
+        (
+            updated(tx, {"w": None}),
+            r"1 of 1 parameters have no gradient(.|\n)*'w': None",
+        )
         for tx in (mpx.master_weights(SGD), mpx.upcast(optax.adam(1.0)))
     ],
     (
         updated(mpx.loss_scaling(optax.adam(1.0)), {"w": jnp.ones((5, 2))}),
-        r"`loss_scaling`: .*Is a mean over examples missing\?\n  'w': float..\[5, 2\], but the parameter is bf",
+        (
+            r"`loss_scaling`: .*Is a mean over examples missing\?\n  'w': float..\[5,"
+            r" 2\], but the parameter is bf"
+        ),
     ),
     (
         updated(mpx.kahan_summation("f32"), W, W, mpx.kahan_summation().init(W)),
@@ -106,33 +138,61 @@ VALUES = [
         for given in ("int8", "f64", None, "fp8")
     ],
     (low({"mu": mpx.Blockwise8bit}), r"Make one: `Blockwise8bit\(\)`"),
-    (low({"mu": "bf16"}, rounding="up"), r"must be 'nearest' or 'stochastic', but got 'up'"),
+    (
+        low({"mu": "bf16"}, rounding="up"),
+        r"must be 'nearest' or 'stochastic', but got 'up'",
+    ),
     (low({"mu": "bf16"}, rounding="stochastic"), "needs a PRNG key"),
     (low({"mu": "bf16"}, key=0), "rounding to nearest has no use for it"),
-    (low({"mu": "bf16"}, min_size=-1), "`min_size` must be a number of elements, but got -1"),
-    (low({"mu": "f32"}, rounding="stochastic", key=jax.random.key(0)), "every format is float32"),
+    (
+        low({"mu": "bf16"}, min_size=-1),
+        "`min_size` must be a number of elements, but got -1",
+    ),
+    (
+        low({"mu": "f32"}, rounding="stochastic", key=jax.random.key(0)),
+        "every format is float32",
+    ),
     (
         low({"mu": "f32", "nu": "bf16"}, optax.adam(1e-3, mu_dtype=BF16)),
         "stored in 16 bits by the rule itself.*`mu_dtype`",
     ),
     (
-        low({"mu": "bf16"}, optax.chain(mpx.low_precision_state(ADAM, {"nu": EIGHT_BITS}))),
+        low(
+            {"mu": "bf16"},
+            optax.chain(mpx.low_precision_state(ADAM, {"nu": EIGHT_BITS})),
+        ),
         "stores its state in few bits already",
     ),
     (
         low({"mu": "f16", "nu": "f16"}),
         r"second moments, which float16 (.|\n)*'0/nu/kernel': float32\[64, 80\]",
     ),
-    (low({"mu": FOUR_BITS}), r"rounded at random, because training fails .* `key=jax.random.key\(0\)`"),
+    (
+        low({"mu": FOUR_BITS}),
+        r"rounded at random, because training fails .* `key=jax.random.key\(0\)`",
+    ),
     (low({"nu": FOUR_BITS}, key=jax.random.key(0)), "many would be zero in 4 bits"),
-    (low({"hidden": FOUR_BITS}, rule_of({"hidden": MATRIX}, None), key=jax.random.key(0)), "may be second moments"),
-    (lambda: mpx.Blockwise4bit(100), "`Blockwise4bit`: `block_size` must be a power of two from 16"),
+    (
+        low(
+            {"hidden": FOUR_BITS},
+            rule_of({"hidden": MATRIX}, None),
+            key=jax.random.key(0),
+        ),
+        "may be second moments",
+    ),
+    (
+        lambda: mpx.Blockwise4bit(100),
+        "`Blockwise4bit`: `block_size` must be a power of two from 16",
+    ),
     (
         with_64_bits(lambda: low({"mu": "bf16"}, params={"w": jnp.ones(4096)})()),
         r"are float64(.|\n)*'0/mu/w': float64\[4096\]",
     ),
     *[
-        (low({pattern: "bf16"}, rule), f"'{pattern}' matches no floating-point array .*: {listed}")
+        (
+            low({pattern: "bf16"}, rule),
+            f"'{pattern}' matches no floating-point array .*: {listed}",
+        )
         for rule, pattern, listed in [
             (ADAM, "momentum", "0/mu/bias, 0/mu/kernel, 0/nu/bias, 0/nu/kernel"),
             (ADAM, "0/count", "0/mu/bias"),  # integers and scalars are never touched
@@ -140,26 +200,69 @@ VALUES = [
             (rule_of({"accumulator": MATRIX}, None), "mu", "accumulator/bias"),
         ]
     ],
-    (low({"momentum": "bf16"}, params={f"w{i}": jnp.ones(2) for i in range(30)}), "and 40 more"),
-    (low({"mu": "bf16", "mu/kernel": "f32"}), "'mu/kernel' decides about no leaf, because others before it match"),
+    (
+        low({"momentum": "bf16"}, params={f"w{i}": jnp.ones(2) for i in range(30)}),
+        "and 40 more",
+    ),
+    (
+        low({"mu": "bf16", "mu/kernel": "f32"}),
+        "'mu/kernel' decides about no leaf, because others before it match",
+    ),
     *[
         (other_formats(before, after), rf"Use those, or call `init`(.|\n)*'0/{text}")
         for before, after, text in [
-            ({"mu": "bf16"}, {"mu": EIGHT_BITS}, "mu/kernel': stored as bfloat16, but the format is Blockwise8bit"),
-            ({"mu": EIGHT_BITS}, {"mu": "bf16"}, "mu/kernel': stored as .*signed=True.*, but the format is bfloat16"),
-            ({"nu": EIGHT_BITS}, {"nu": SIGNED}, "nu/kernel': stored as Blockwise8bit.*signed=False"),
-            ({"mu|nu": "bf16"}, {"mu": "bf16"}, "nu/kernel': stored as bfloat16, but the format is the rule's own"),
+            (
+                {"mu": "bf16"},
+                {"mu": EIGHT_BITS},
+                "mu/kernel': stored as bfloat16, but the format is Blockwise8bit",
+            ),
+            (
+                {"mu": EIGHT_BITS},
+                {"mu": "bf16"},
+                "mu/kernel': stored as .*signed=True.*, but the format is bfloat16",
+            ),
+            (
+                {"nu": EIGHT_BITS},
+                {"nu": SIGNED},
+                "nu/kernel': stored as Blockwise8bit.*signed=False",
+            ),
+            (
+                {"mu|nu": "bf16"},
+                {"mu": "bf16"},
+                "nu/kernel': stored as bfloat16, but the format is the rule's own",
+            ),
         ]
     ],
-    (other_formats({"mu": "bf16"}, {"mu": "bf16"}, min_size=10**6), "another `min_size`"),
+    (
+        other_formats({"mu": "bf16"}, {"mu": "bf16"}, min_size=10**6),
+        "another `min_size`",
+    ),
 ]
 TYPES = [
-    *[(lambda wrap=wrap: wrap(1e-3), r"transformation, but got float\.$") for wrap in WRAPPERS],
-    *[(lambda wrap=wrap: wrap(optax.adamw), r"Call it with its settings first") for wrap in WRAPPERS],
-    (lambda: mpx.stochastic_rounding(0), r"needs a PRNG key such as `jax.random.key\(0\)`, but got 0"),
-    (lambda: mpx.stochastic_rounding(jnp.ones(2, jnp.float32)), "but got an array of float32"),
-    (updated(mpx.loss_scaling(SGD), {"w": jnp.ones(2, jnp.int32)}), "needs floating-point gradients"),
-    (updated(mpx.upcast(SGD), {"w": np.zeros(2, bool)}), r"1 of 1 .*\n  'w': bool\[2\]"),
+    *[
+        (lambda wrap=wrap: wrap(1e-3), r"transformation, but got float\.$")
+        for wrap in WRAPPERS
+    ],
+    *[
+        (lambda wrap=wrap: wrap(optax.adamw), r"Call it with its settings first")
+        for wrap in WRAPPERS
+    ],
+    (
+        lambda: mpx.stochastic_rounding(0),
+        r"needs a PRNG key such as `jax.random.key\(0\)`, but got 0",
+    ),
+    (
+        lambda: mpx.stochastic_rounding(jnp.ones(2, jnp.float32)),
+        "but got an array of float32",
+    ),
+    (
+        updated(mpx.loss_scaling(SGD), {"w": jnp.ones(2, jnp.int32)}),
+        "needs floating-point gradients",
+    ),
+    (
+        updated(mpx.upcast(SGD), {"w": np.zeros(2, bool)}),
+        r"1 of 1 .*\n  'w': bool\[2\]",
+    ),
     (
         updated(mpx.upcast(SGD), {"w": np.zeros(2, jax.dtypes.float0)}),
         r"Differentiate the floating .*\n  'w': .*float0",
@@ -169,15 +272,25 @@ TYPES = [
         r"changed its state at 'inner_state/0/mu/w' from \w+\[2\] to \w+\[5, 2\]",
     ),
     *[
-        (updated(tx, jnp.ones(2), W["w"], SGD.init(W)), r"`\w+State` that its `init` made, but got tuple")
+        (
+            updated(tx, jnp.ones(2), W["w"], SGD.init(W)),
+            r"`\w+State` that its `init` made, but got tuple",
+        )
         for tx in OF_ANY_STATE
     ],
     (
-        updated(mpx.loss_scaling(SGD), W, W, mpx.loss_scaling(SGD, mpx.StaticLossScale(1.0)).init(W)),
+        updated(
+            mpx.loss_scaling(SGD),
+            W,
+            W,
+            mpx.loss_scaling(SGD, mpx.StaticLossScale(1.0)).init(W),
+        ),
         "`loss_scaling` needs the `DynamicLossScaleState` .* but got Static",
     ),
     (
-        updated(mpx.upcast(rule_of({"count": jnp.int32(0)}, {"count": jnp.float32(0)})), W),
+        updated(
+            mpx.upcast(rule_of({"count": jnp.int32(0)}, {"count": jnp.float32(0)})), W
+        ),
         r"state at 'count' from int32\[\] to float32\[\]\.",
     ),
     (
@@ -186,7 +299,10 @@ TYPES = [
     ),
     (low(None), "`formats` must map patterns to formats"),
     (low({"mu": "bf16"}, rounding="stochastic", key=3), "needs a PRNG key such as"),
-    (low({"mu": "bf16"}, optax.adam), "needs an Optax gradient transformation.*Call it with its settings"),
+    (
+        low({"mu": "bf16"}, optax.adam),
+        "needs an Optax gradient transformation.*Call it with its settings",
+    ),
 ]
 
 

@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.optax_promotion, pytest.mark.eager]
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_mean_of_the_parameters_takes_every_update(dtype):
-    """Add -1e-4 a hundred times to 100,000 weights of 1. The mean's standard error is about 1e-5."""
+    """Add -1e-4 a hundred times to 100,000 weights of 1. The mean's standard error is
+    about 1e-5.
+    """
     naive = mpx.upcast(optax.sgd(1e-4))
 
     def mean(tx):
@@ -24,11 +26,16 @@ def test_the_mean_of_the_parameters_takes_every_update(dtype):
             return optax.apply_updates(params, updates), state
 
         params = jnp.ones(100_000, dtype)
-        params, _ = jax.jit(lambda p: jax.lax.fori_loop(0, 100, step, (p, tx.init(p))))(params)
+        params, _ = jax.jit(lambda p: jax.lax.fori_loop(0, 100, step, (p, tx.init(p))))(
+            params
+        )
         return params.astype(jnp.float32).mean()
 
     assert mean(naive) == 1  # negative control
-    assert abs(mean(optax.chain(naive, mpx.stochastic_rounding(jax.random.key(0)))) - 0.99) < 1e-4
+    assert (
+        abs(mean(optax.chain(naive, mpx.stochastic_rounding(jax.random.key(0)))) - 0.99)
+        < 1e-4
+    )
 
 
 def test_equal_keys_give_equal_runs_and_each_step_and_each_leaf_draws_anew():
@@ -36,7 +43,9 @@ def test_equal_keys_give_equal_runs_and_each_step_and_each_leaf_draws_anew():
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-9), params)
     tx = mpx.stochastic_rounding(jax.random.key(3))
     first, state = tx.update(grads, tx.init(params), params)
-    again, _ = mpx.stochastic_rounding(jax.random.key(3)).update(grads, tx.init(params), params)
+    again, _ = mpx.stochastic_rounding(jax.random.key(3)).update(
+        grads, tx.init(params), params
+    )
     second, _ = tx.update(grads, state, params)
     assert_same_bits(first, again)
     assert (first["a"] != second["a"]).any()
@@ -45,7 +54,11 @@ def test_equal_keys_give_equal_runs_and_each_step_and_each_leaf_draws_anew():
 
 def test_typed_raw_and_other_keys_are_taken_and_kept_as_integers():
     params = jnp.ones(3, jnp.bfloat16)
-    for key in (jax.random.key(0), jax.random.PRNGKey(0), jax.random.key(0, impl="rbg")):
+    for key in (
+        jax.random.key(0),
+        jax.random.PRNGKey(0),
+        jax.random.key(0, impl="rbg"),
+    ):
         tx = mpx.stochastic_rounding(key)
         state = tx.init(params)
         _, new_state = tx.update(jnp.ones(3), state, params)

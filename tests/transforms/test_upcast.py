@@ -24,7 +24,9 @@ def params():
 WRAPPERS = {
     "upcast": mpx.upcast,
     "master_weights": mpx.master_weights,
-    "low_precision_state": lambda rule: mpx.low_precision_state(rule, {"kernel": mpx.Blockwise8bit(signed=True)}),
+    "low_precision_state": lambda rule: mpx.low_precision_state(
+        rule, {"kernel": mpx.Blockwise8bit(signed=True)}
+    ),
 }
 
 
@@ -36,8 +38,18 @@ def test_the_rule_sees_float32_parameters_gradients_and_extra_arguments(params, 
         seen.update(updates=updates, params=params, state=state, **extra_args)
         return updates, state
 
-    tx = WRAPPERS[name](optax.GradientTransformationExtraArgs(lambda params: params, update))
-    updates, _ = tx.update(params, tx.init(params), params, value=jnp.float16(2), ratio=0.5, hessian=params, count=3)
+    tx = WRAPPERS[name](
+        optax.GradientTransformationExtraArgs(lambda params: params, update)
+    )
+    updates, _ = tx.update(
+        params,
+        tx.init(params),
+        params,
+        value=jnp.float16(2),
+        ratio=0.5,
+        hessian=params,
+        count=3,
+    )
     assert seen.pop("count") == 3
     for tree in (*seen.values(), updates):
         assert {x.dtype for x in jax.tree.leaves(tree)} == {np.dtype(np.float32)}
@@ -59,13 +71,17 @@ def test_updates_of_float32_parameters_pass_through(name):
 
 
 def test_a_rule_in_float64_sees_float64_and_returns_it():
-    """Every array is float32 outside. The bare rule, as a negative control, keeps float32."""
+    """Every array is float32 outside. The bare rule, as a negative control, keeps
+    float32.
+    """
     with jax.enable_x64(True):
         params, rule = {"w": jnp.ones(2, jnp.float32)}, optax.trace(0.9)
         tx = mpx.upcast(rule, jnp.float64)
         state = tx.init(params)
         updates, new_state = tx.update(params, state, params)
-        assert {x["w"].dtype for x in (state.trace, new_state.trace, updates)} == {np.dtype(np.float64)}
+        assert {x["w"].dtype for x in (state.trace, new_state.trace, updates)} == {
+            np.dtype(np.float64)
+        }
         assert rule.init(params).trace["w"].dtype == np.float32
 
 
@@ -74,17 +90,31 @@ def strong(tree):
 
 
 def test_states_are_strongly_typed_from_the_start_and_after_an_update():
-    assert strong(mpx.upcast(optax.adam(1e-3)).init({"w": 1.0}))  # a Python number among the parameters
-    weak = optax.GradientTransformation(lambda p: jnp.asarray(0.5), lambda u, s, p=None: (u, jnp.asarray(1.0)))
+    assert strong(
+        mpx.upcast(optax.adam(1e-3)).init({"w": 1.0})
+    )  # a Python number among the parameters
+    weak = optax.GradientTransformation(
+        lambda p: jnp.asarray(0.5), lambda u, s, p=None: (u, jnp.asarray(1.0))
+    )
     tx, params = mpx.upcast(weak), jnp.ones(2, jnp.bfloat16)
     state = tx.init(params)
     assert strong(state)
     assert strong(jax.eval_shape(tx.update, params, state, params)[1])
 
 
-@pytest.mark.parametrize(("rule", "leaf"), [(optax.adam(1e-3), "'0/mu': bfloat16"), (optax.sgd(0.1, 0.9), "'0/count'")])
-def test_a_state_that_a_bare_rule_or_another_one_made_is_refused_by_its_leaves(rule, leaf):
-    """Of the first, Optax's own 16-bit moments, each update would be rounded to 16 bits."""
+@pytest.mark.parametrize(
+    ("rule", "leaf"),
+    [(optax.adam(1e-3), "'0/mu': bfloat16"), (optax.sgd(0.1, 0.9), "'0/count'")],
+)
+def test_a_state_that_a_bare_rule_or_another_one_made_is_refused_by_its_leaves(
+    rule, leaf
+):
+    """Of the first, Optax's own 16-bit moments, each update would be rounded to 16
+    bits.
+    """
     params = jnp.ones(2, jnp.bfloat16)
-    with pytest.raises(ValueError, match=rf"`upcast`: the state is not one that its `init` makes(?s:.*){leaf}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"`upcast`: the state is not one that its `init` makes(?s:.*){leaf}",
+    ):
         mpx.upcast(optax.adam(1e-3)).update(params, rule.init(params), params)

@@ -1,7 +1,9 @@
-"""A state format that mpx has never seen is one class: it works everywhere without another line.
+"""A state format that mpx has never seen is one class: it works everywhere without
+another line.
 
-The format: two codes of 4 bits a byte, and one scale a row. A code is a number from -7 to 7, in sevenths of the largest
-magnitude of its row. So codes have another shape than the array.
+The format: two codes of 4 bits a byte, and one scale a row. A code is a number from -7
+to 7, in sevenths of the largest magnitude of its row. So codes have another shape than
+the array.
 """
 
 import dataclasses
@@ -58,22 +60,32 @@ def place_in_byte(pairs):
 
 def start():
     rng = np.random.default_rng(0)
-    return {"w": jnp.asarray(rng.normal(size=(16, 256)), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
+    return {
+        "w": jnp.asarray(rng.normal(size=(16, 256)), jnp.bfloat16),
+        "b": jnp.ones(8, jnp.bfloat16),
+    }
 
 
 def recipe(format=None):
-    moments = mpx.low_precision_state(optax.adam(1e-2), {"mu": format or Packed4bit()}, min_size=64)
+    moments = mpx.low_precision_state(
+        optax.adam(1e-2), {"mu": format or Packed4bit()}, min_size=64
+    )
     return mpx.master_weights(moments, storage="split")
 
 
 def gradients(steps):
     rng = np.random.default_rng(1)
-    return {"w": jnp.asarray(rng.normal(size=(steps, 16, 256)), jnp.float32), "b": jnp.ones((steps, 8), jnp.float32)}
+    return {
+        "w": jnp.asarray(rng.normal(size=(steps, 16, 256)), jnp.float32),
+        "b": jnp.ones((steps, 8), jnp.float32),
+    }
 
 
 def trained(tx, steps=4):
     step = lambda carry, grads: (stepper(tx)(*carry, grads), None)
-    return jax.jit(lambda carry: jax.lax.scan(step, carry, gradients(steps))[0])((start(), tx.init(start())))
+    return jax.jit(lambda carry: jax.lax.scan(step, carry, gradients(steps))[0])(
+        (start(), tx.init(start()))
+    )
 
 
 def first_moment(state):
@@ -85,18 +97,34 @@ def test_it_is_trained_in_a_scan_and_stays_near_the_float32_state():
     _, plain = trained(mpx.master_weights(optax.adam(1e-2), storage="split"), steps=1)
     kept, expected = first_moment(state), optax.tree.get(plain, "mu")["w"]
     assert isinstance(kept, StoredLeaf)
-    assert (kept.codes.dtype, kept.codes.shape, kept.scales.shape) == (np.uint8, (16, 128), (16, 1))
+    assert (kept.codes.dtype, kept.codes.shape, kept.scales.shape) == (
+        np.uint8,
+        (16, 128),
+        (16, 1),
+    )
     assert kept.shape == (16, 256)
     half_a_step = np.abs(expected).max(axis=1, keepdims=True) / 14
     assert (np.abs(kept.decode() - expected) <= 1.001 * half_a_step).all()
-    assert np.abs(kept.decode() - expected).max() > 0.5 * half_a_step.min()  # negative control: it is rounded
+    assert (
+        np.abs(kept.decode() - expected).max() > 0.5 * half_a_step.min()
+    )  # negative control: it is rounded
 
 
 def test_leaves_that_it_refuses_are_refused_with_its_reason():
-    with pytest.raises(ValueError, match=r"second moments, too small for steps(.|\n)*'0/nu/w': float32\[16, 256\]"):
-        mpx.low_precision_state(optax.adam(1e-2), {"nu": Packed4bit()}, min_size=64).init(start())
-    with pytest.raises(ValueError, match=r"These leaves have rows of odd length.\n *'0/mu/w': float32\[8, 25\]"):
-        recipe().init({"w": jnp.ones((8, 25)), "b": jnp.ones(25)})  # but the bias is small, and is not kept so
+    with pytest.raises(
+        ValueError,
+        match=r"second moments, too small for steps(.|\n)*'0/nu/w': float32\[16, 256\]",
+    ):
+        mpx.low_precision_state(
+            optax.adam(1e-2), {"nu": Packed4bit()}, min_size=64
+        ).init(start())
+    with pytest.raises(
+        ValueError,
+        match=r"These leaves have rows of odd length.\n *'0/mu/w': float32\[8, 25\]",
+    ):
+        recipe().init(
+            {"w": jnp.ones((8, 25)), "b": jnp.ones(25)}
+        )  # but the bias is small, and is not kept so
 
 
 def test_a_leaf_that_it_cannot_hold_and_does_not_refuse_is_named():
@@ -104,7 +132,12 @@ def test_a_leaf_that_it_cannot_hold_and_does_not_refuse_is_named():
         def encode(self, x, key=None):
             return super().encode(x.reshape(-1, 3))
 
-    with pytest.raises(TypeError, match=r"cannot reshape (.|\n)*does not hold the leaf '0/mu/w', float32\[16, 256\]"):
+    with pytest.raises(
+        TypeError,
+        match=(
+            r"cannot reshape (.|\n)*does not hold the leaf '0/mu/w', float32\[16, 256\]"
+        ),
+    ):
         recipe(Thirds()).init(start())
 
 
@@ -112,22 +145,37 @@ def test_a_leaf_that_it_cannot_hold_and_does_not_refuse_is_named():
 def test_a_training_run_moves_to_another_format_and_back(target):
     params, state = trained(recipe())
     inner = optax.adam(1e-2)
-    inner = inner if target is None else mpx.low_precision_state(inner, {"mu": target}, min_size=64)
+    inner = (
+        inner
+        if target is None
+        else mpx.low_precision_state(inner, {"mu": target}, min_size=64)
+    )
     other = mpx.master_weights(inner, storage="split")
     there = mpx.convert_state(params, state, recipe(), other)
     back = mpx.convert_state(*there, other, recipe())
     assert jax.tree.structure(back) == jax.tree.structure((params, state))
     if target is None:  # float32 holds it, so that its codes come back to the bit
         assert_same_bits(first_moment(back[1]).codes, first_moment(state).codes)
-    assert_same_bits(mpx.convert_state(params, state, recipe(), recipe()), (params, state))
+    assert_same_bits(
+        mpx.convert_state(params, state, recipe(), recipe()), (params, state)
+    )
 
 
 def test_a_fused_update_gives_the_same_bits_in_a_kernel():
-    where = lambda format: {row.path: row.runs for row in mpx.fused_update(recipe(format)).plan(start()).rows}
+    where = lambda format: {
+        row.path: row.runs
+        for row in mpx.fused_update(recipe(format)).plan(start()).rows
+    }
     assert where(Packed4bit()) == {"b": "XLA", "w": "a kernel"}
     assert where(Sliced4bit()) == {"b": "XLA", "w": "XLA"}  # negative control
-    params, state, grads = start(), recipe().init(start()), jax.tree.map(lambda g: g[0], gradients(1))
-    fused = jax.jit(lambda g, s, p: mpx.fused_update(recipe(), interpret=True)(g, s, p))(grads, state, params)
+    params, state, grads = (
+        start(),
+        recipe().init(start()),
+        jax.tree.map(lambda g: g[0], gradients(1)),
+    )
+    fused = jax.jit(
+        lambda g, s, p: mpx.fused_update(recipe(), interpret=True)(g, s, p)
+    )(grads, state, params)
     assert_same_bits(fused, jax.jit(stepper(recipe()))(params, state, grads))
 
 
@@ -140,7 +188,10 @@ def test_its_rows_are_sharded_by_zero1_over_8_devices():
     grads = jax.tree.map(lambda g: g[0], gradients(1))
     params, state = jax.jit(stepper(tx))(start(), state, grads)
     alone = jax.jit(stepper(recipe()))(start(), recipe().init(start()), grads)
-    assert_same_bits(jax.device_get((params, first_moment(state))), jax.device_get((alone[0], first_moment(alone[1]))))
+    assert_same_bits(
+        jax.device_get((params, first_moment(state))),
+        jax.device_get((alone[0], first_moment(alone[1]))),
+    )
 
 
 def test_a_rule_computes_in_float32_whatever_decode_returns():
@@ -160,21 +211,32 @@ def test_a_decode_that_returns_another_shape_is_refused():
         def decode(self, codes, scales):
             return super().decode(codes, scales)[..., :-1]
 
-    with pytest.raises(TypeError, match=r"`Broken.decode` must return the shape .*float32\[16, 256\].*\[16, 255\]"):
-        mpx.low_precision_state(optax.trace(0.9), {"trace": Broken()}, min_size=64).init(start())
+    with pytest.raises(
+        TypeError,
+        match=(
+            r"`Broken.decode` must return the shape .*float32\[16, 256\].*\[16, 255\]"
+        ),
+    ):
+        mpx.low_precision_state(
+            optax.trace(0.9), {"trace": Broken()}, min_size=64
+        ).init(start())
 
 
 def test_a_format_that_cannot_be_hashed_is_refused():
     class Mutable(Packed4bit):
         __hash__ = None
 
-    with pytest.raises(TypeError, match="must be a frozen dataclass whose fields can be hashed"):
+    with pytest.raises(
+        TypeError, match="must be a frozen dataclass whose fields can be hashed"
+    ):
         mpx.low_precision_state(optax.trace(0.9), {"trace": Mutable()})
 
 
 def test_its_half_byte_an_element_is_in_the_memory_plan():
     plan = mpx.memory_plan(start(), recipe(), BF16)
-    assert plan.state_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(recipe().init(start())))
+    assert plan.state_bytes == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(recipe().init(start()))
+    )
     rows = {row.name: row for row in plan.rows}
     assert rows["mu"].bytes == 16 * 256 // 2 + 8 * 4  # the bias stays in float32
     assert (rows["scales"].kind, rows["scales"].bytes) == ("scales of blocks", 16 * 4)

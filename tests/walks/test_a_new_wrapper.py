@@ -1,4 +1,5 @@
-"""A wrapper that mpx has never seen is one file: it declares the role of each field of its state once.
+"""A wrapper that mpx has never seen is one file: it declares the role of each field of
+its state once.
 
 The wrapper keeps float32 masters of its own, and the largest gradient that it has seen.
 """
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.optax_promotion
 BF16 = mpx.get_policy("params=bf16,compute=bf16,output=f32")
 
 
-@mpx.register_state(writes_back="own_masters", copies="master", largest="measure", rule="inner")
+@mpx.register_state(
+    writes_back="own_masters", copies="master", largest="measure", rule="inner"
+)
 class OwnMastersState(NamedTuple):
     copies: Any
     largest: jax.Array
@@ -35,9 +38,13 @@ def own_masters(inner):
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         updates, rule = inner.update(grads, state.rule, state.copies)
         copies = optax.apply_updates(state.copies, updates)
-        land = lambda p, copy: mpx.states.landing_update(p, mpx.formats.round_to(copy, p.dtype), "own_masters")
+        land = lambda p, copy: mpx.states.landing_update(
+            p, mpx.formats.round_to(copy, p.dtype), "own_masters"
+        )
         updates = jax.tree.map(land, params, copies)
-        return updates, OwnMastersState(copies, jnp.maximum(state.largest, optax.tree.norm(grads)), rule)
+        return updates, OwnMastersState(
+            copies, jnp.maximum(state.largest, optax.tree.norm(grads)), rule
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -65,7 +72,9 @@ def test_parameters_changed_from_outside_are_noticed_and_become_its_masters():
     params, state = trained(own_masters(RULE))
     pruned = {"w": params["w"].at[3].set(0)}
     assert not mpx.is_synced(pruned, state)
-    assert_same_bits(mpx.resync(pruned, state).copies, {"w": state.copies["w"].at[3].set(0)})
+    assert_same_bits(
+        mpx.resync(pruned, state).copies, {"w": state.copies["w"].at[3].set(0)}
+    )
 
 
 @pytest.mark.parametrize("storage", ["full", "split"])
@@ -86,13 +95,21 @@ def test_its_bytes_are_planned_as_masters():
 
 
 def test_nothing_may_hide_16_bit_parameters_from_it():
-    with pytest.raises(ValueError, match="`own_masters` stands inside `upcast`, sees parameters in float32"):
+    with pytest.raises(
+        ValueError,
+        match="`own_masters` stands inside `upcast`, sees parameters in float32",
+    ):
         mpx.upcast(own_masters(RULE)).init({"w": jnp.ones(2, jnp.bfloat16)})
 
 
 def test_check_chain_sees_what_changes_its_updates():
     mpx.check_chain(optax.chain(optax.clip(1.0), own_masters(RULE)))
-    with pytest.raises(ValueError, match=r"final when `own_masters` had rounded it, but `\w+` changes it after that"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"final when `own_masters` had rounded it, but `\w+` changes it after that"
+        ),
+    ):
         mpx.check_chain(optax.chain(own_masters(RULE), optax.clip(1.0)))
 
 
@@ -106,8 +123,16 @@ def test_zero1_shards_its_masters():
 @pytest.mark.parametrize(
     ("roles", "error", "message"),
     [
-        ({"copies": "masters"}, ValueError, "unknown roles {'copies': 'masters'}; the roles are"),
-        ({"copies": "master"}, TypeError, "has the fields .'copies', 'largest', 'rule'., and roles were given for"),
+        (
+            {"copies": "masters"},
+            ValueError,
+            "unknown roles {'copies': 'masters'}; the roles are",
+        ),
+        (
+            {"copies": "master"},
+            TypeError,
+            "has the fields .'copies', 'largest', 'rule'., and roles were given for",
+        ),
     ],
 )
 def test_a_declaration_that_does_not_fit_is_refused(roles, error, message):

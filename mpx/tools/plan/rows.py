@@ -1,4 +1,6 @@
-"""The parts of a plan: parameters, gradients, and the fields of an optimizer's state by their roles."""
+"""The parts of a plan: parameters, gradients, and the fields of an optimizer's state by
+their roles.
+"""
 
 import collections
 import dataclasses
@@ -21,15 +23,22 @@ Kind = Literal[
     "second moment", "scales of blocks", "compensation", "sum of gradients", "other state",
 ]  # fmt: skip
 OUTSIDE_STATE: tuple[Kind, ...] = ("parameters", "not trained", "gradients")
-SCALARS, KEY = "counts and scalars", "key"  # the names of rows that do not grow with the model
-Entry = tuple[Kind, str, Any, NamedSharding]  # the kind of an array, its name, the array, and how it is sharded
+SCALARS, KEY = (
+    "counts and scalars",
+    "key",
+)  # the names of rows that do not grow with the model
+Entry = tuple[
+    Kind, str, Any, NamedSharding
+]  # the kind of an array, its name, the array, and how it is sharded
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
     """One part of what a training run holds."""
 
-    name: str  # `parameters`, `gradients`, or the field of the optimizer's state: `mu`, `nu`, `master`, `low bits`...
+    # `parameters`, `gradients`, or the field of the optimizer's state: `mu`, `nu`,
+    # `master`, `low bits`...
+    name: str
     kind: Kind  # the role of the part, whatever the rule calls it
     dtypes: tuple[str, ...]  # the dtypes that it is stored in
     bytes: int  # of all its elements
@@ -37,7 +46,9 @@ class PlanRow:
 
 
 def entries_of(kind: Kind, tree: Any, shardings: Any) -> Iterator[Entry]:
-    """Yield the leaves of a tree as parts of one kind; the shardings may belong to a larger tree."""
+    """Yield the leaves of a tree as parts of one kind; the shardings may belong to a
+    larger tree.
+    """
     by_path = _trees.leaves_by_path(shardings)
     for path, leaf in _trees.leaves_by_path(tree).items():
         yield kind, kind, leaf, by_path[path]
@@ -47,8 +58,13 @@ def state_entries(state: Any, shardings: Any) -> Iterator[Entry]:
     """Yield the leaves of an optimizer's state, which go by the names of its fields."""
     by_path = _trees.leaves_by_path(shardings, is_stored)
     for found in leaves_of(state):
-        arrays, of_arrays = jax.tree.leaves(found.leaf), jax.tree.leaves(by_path[found.path])
-        (codes, of_codes), *others = zip(arrays, of_arrays, strict=True)  # a plain leaf is its own codes
+        arrays, of_arrays = (
+            jax.tree.leaves(found.leaf),
+            jax.tree.leaves(by_path[found.path]),
+        )
+        (codes, of_codes), *others = zip(
+            arrays, of_arrays, strict=True
+        )  # a plain leaf is its own codes
         yield *_kind_and_name(found), codes, of_codes
         for scales, of_scales in others:
             yield "scales of blocks", "scales", scales, of_scales
@@ -58,23 +74,38 @@ def rows_of(entries: Iterable[Entry]) -> tuple[PlanRow, ...]:
     """Return one row for all arrays of one kind and name, in the order of the kinds."""
     found = collections.defaultdict(list)
     for kind, name, leaf, sharding in entries:
-        sizes = (math.prod(shape) for shape in (leaf.shape, sharding.shard_shape(leaf.shape)))
-        found[kind, name].append((str(leaf.dtype), *(bytes_of(leaf.dtype, size) for size in sizes)))
+        sizes = (
+            math.prod(shape) for shape in (leaf.shape, sharding.shard_shape(leaf.shape))
+        )
+        found[kind, name].append(
+            (str(leaf.dtype), *(bytes_of(leaf.dtype, size) for size in sizes))
+        )
     rows = []
     for (kind, name), arrays in found.items():
         dtypes, whole, on_a_device = zip(*arrays, strict=True)
-        rows.append(PlanRow(name, kind, tuple(dict.fromkeys(dtypes)), sum(whole), sum(on_a_device)))
+        rows.append(
+            PlanRow(
+                name, kind, tuple(dict.fromkeys(dtypes)), sum(whole), sum(on_a_device)
+            )
+        )
     return tuple(sorted(rows, key=lambda row: get_args(Kind).index(row.kind)))
 
 
 def _kind_and_name(leaf: StateLeaf) -> tuple[Kind, str]:
     """Return the kind of a leaf of a state, and the name of its field."""
-    array, kind = leaf.leaf, cast("Kind", "masters" if leaf.role == "master" else leaf.role)
+    array, kind = (
+        leaf.leaf,
+        cast("Kind", "masters" if leaf.role == "master" else leaf.role),
+    )
     field = leaf.field or (leaf.path_in_rule[0] if leaf.path_in_rule else "state")
     if kind == "masters" and not is_stored(array) and isinstance(leaf.storage, LowBits):
         return "low bits", "low bits"
     if kind in get_args(Kind) or is_stored(array):
         return kind if kind in get_args(Kind) else "other state", field
-    if leaf.role == "key" or field == KEY or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if (
+        leaf.role == "key"
+        or field == KEY
+        or jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    ):
         return "other state", KEY
     return "other state", field if array.shape else SCALARS

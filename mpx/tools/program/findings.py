@@ -1,4 +1,6 @@
-"""Find what a compiled step does that its author would not want, with what it costs and the remedy."""
+"""Find what a compiled step does that its author would not want, with what it costs and
+the remedy.
+"""
 
 import dataclasses
 import inspect
@@ -14,33 +16,56 @@ import numpy as np
 
 from mpx._dtypes import bytes_of
 from mpx._inspect.check_chain import GRADIENT, OLD, Value, followed
-from mpx.tools.program.dataflow import Uses, arrays_of, is_taken_in_parts, joined_in, narrowed_to
-from mpx.tools.program.kernels import Kernel, Program, dtype_of_product, products_in, totals
+from mpx.tools.program.dataflow import (
+    Uses,
+    arrays_of,
+    is_taken_in_parts,
+    joined_in,
+    narrowed_to,
+)
+from mpx.tools.program.kernels import (
+    Kernel,
+    Program,
+    dtype_of_product,
+    products_in,
+    totals,
+)
 from mpx.tools.program.memory import Array, Memory
 from mpx.tools.program.targets import Target
 from mpx.tools.program.text import Instruction, Shape, parse
 
-WORTH_A_WORD = 0.01  # of all bytes of its kind: XLA may copy a bias, or gather one in float32, for other reasons
+# of all bytes of its kind: XLA may copy a bias, or gather one in float32, for other
+# reasons
+WORTH_A_WORD = 0.01
 _NARROW = ("bf16", "f16", "f8")
 _BACKWARD = "transpose("  # in the name of an instruction of the backward pass
-_MANY = 0.1  # of all FLOPs: a program with so many narrow products is meant to multiply in few bits
+# of all FLOPs: a program with so many narrow products is meant to multiply in few bits
+_MANY = 0.1
 Type = tuple[tuple[int, ...], str]  # the shape and the dtype of an array
-Found = list[tuple[Kernel, int, str]]  # kernels, how many of their bytes are found fault with, and a dtype
+Found = list[
+    tuple[Kernel, int, str]
+]  # kernels, how many of their bytes are found fault with, and a dtype
 _GATHER_AGAIN = (
-    "Gather each weight in a checkpoint around its layer, which gathers it again for the backward pass: "
-    "`jax.checkpoint(layer)`, or `jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)`, which computes "
-    "no product twice."
+    "Gather each weight in a checkpoint around its layer, which gathers it again for"
+    " the backward pass: `jax.checkpoint(layer)`, or `jax.checkpoint(layer,"
+    " policy=jax.checkpoint_policies.dots_saveable)`, which computes no product twice."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something in a program that costs memory, time or precision for nothing, or makes numbers wrong."""
+    """Something in a program that costs memory, time or precision for nothing, or makes
+    numbers wrong.
+    """
 
     what: str  # the finding
-    bytes: int  # that are held, moved or sent for nothing on one device; 0 if it makes numbers wrong
+    # that are held, moved or sent for nothing on one device; 0 if it makes numbers
+    # wrong
+    bytes: int
     remedy: str  # what to do
-    source: str = ""  # the line of the user's code that it comes from, the first of several; empty if not known
+    # the line of the user's code that it comes from, the first of several; empty if not
+    # known
+    source: str = ""
 
     def __str__(self) -> str:
         return f"{self.what}{self.source and f' ({self.source})'}. {self.remedy}"
@@ -85,18 +110,28 @@ class CompiledStep(NamedTuple):
         return WORTH_A_WORD * sum(argument.bytes for argument in self.arguments)
 
     def weights(self, *of: str) -> set[tuple[int, ...]]:
-        """Return the `"shape"` or `"shard"` of each weight, and of one layer of a stack, with sorted axes.
+        """Return the `"shape"` or `"shard"` of each weight, and of one layer of a
+        stack, with sorted axes.
 
-        A weight is an argument with the shape of a result: a new weight, or its gradient.
+        A weight is an argument with the shape of a result: a new weight, or its
+        gradient.
         """
         results = {shape for shape, _ in self.results}
-        weights = [x for x in self.arguments if jnp.issubdtype(x.dtype, jnp.floating) and x.shape in results]
+        weights = [
+            x
+            for x in self.arguments
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.shape in results
+        ]
         wholes = [getattr(x, name) for x in weights for name in of]
         return {tuple(sorted(part)) for whole in wholes for part in (whole, whole[1:])}
 
 
-def findings_of(step: CompiledStep, names: Sequence[str] | None, *, is_cpu: bool) -> Iterator[Finding]:
-    """Yield all findings; those on donation if the names of the step's arguments are known."""
+def findings_of(
+    step: CompiledStep, names: Sequence[str] | None, *, is_cpu: bool
+) -> Iterator[Finding]:
+    """Yield all findings; those on donation if the names of the step's arguments are
+    known.
+    """
     yield from of_donation(step, names) if names is not None else ()
     yield from sums_in_16_bits(step)
     yield from sums_of_which_a_part_is_used(step)
@@ -116,56 +151,100 @@ def arguments_of(lowered: Any, compiled: Any) -> Iterator[Argument]:
     """Yield the arrays that a step takes."""
     leaves = jax.tree.leaves_with_path(lowered.args_info)
     # There is None for the sharding of an argument that the program does not use.
-    shardings = jax.tree.structure(lowered.args_info).flatten_up_to(compiled.input_shardings)
+    shardings = jax.tree.structure(lowered.args_info).flatten_up_to(
+        compiled.input_shardings
+    )
     for (path, leaf), sharding in zip(leaves, shardings, strict=True):
         shape = tuple(leaf.shape)
         shard = shape if sharding is None else sharding.shard_shape(shape)
         yield Argument(path[1].idx, shape, shard, leaf.dtype, leaf.donated)
 
 
-def _worth_a_word(found: Found, what: str, remedy: str, least: float = 0) -> Iterator[Finding]:
-    """Yield a finding on kernels, each with the bytes that it has for nothing, if there are more than `least` bytes.
+def _worth_a_word(
+    found: Found, what: str, remedy: str, least: float = 0
+) -> Iterator[Finding]:
+    """Yield a finding on kernels, each with the bytes that it has for nothing, if there
+    are more than `least` bytes.
 
-    In its text `{dtypes}` and `{count}` stand for the dtypes that were found, and for how many kernels run, and which.
+    In its text `{dtypes}` and `{count}` stand for the dtypes that were found, and for
+    how many kernels run, and which.
     """
     size = sum(size for _, size, _ in found)
     if size > least:
         dtypes = " or ".join(sorted({dtype for *_, dtype in found}))
         runs = sum({id(kernel): kernel.times for kernel, *_ in found}.values())
-        count = f"{runs:,} of {' and '.join(sorted({kernel.operation for kernel, *_ in found}))}"
+        count = (
+            f"{runs:,} of"
+            f" {' and '.join(sorted({kernel.operation for kernel, *_ in found}))}"
+        )
         source = next((kernel.source for kernel, *_ in found if kernel.source), "")
         yield Finding(what.format(dtypes=dtypes, count=count), size, remedy, source)
 
 
 def of_chain(program: Any) -> Iterator[Finding]:
-    """Yield what a training step changes between `value_and_grad`, the chain of its optimizer and its parameters."""
+    """Yield what a training step changes between `value_and_grad`, the chain of its
+    optimizer and its parameters.
+    """
     _, received, landed = followed(program, [Value(OLD)] * len(program.in_avals))
     seen = [value for value in received if value.origin == GRADIENT] + landed
-    for (origin, by), count in Counter((value.origin, value.changed_by) for value in seen if value.changed_by).items():
+    for (origin, by), count in Counter(
+        (value.origin, value.changed_by) for value in seen if value.changed_by
+    ).items():
         if origin == GRADIENT:
-            what = f"`{by}` changes gradients in front of `loss_scaling`, where they are scaled ({count} arrays)"
-            yield Finding(what, 0, "Put it inside, as in `mpx.mixed_precision(optax.chain(clip, rule), recipe)`.")
+            what = (
+                f"`{by}` changes gradients in front of `loss_scaling`, where they are"
+                f" scaled ({count} arrays)"
+            )
+            yield Finding(
+                what,
+                0,
+                "Put it inside, as in `mpx.mixed_precision(optax.chain(clip, rule),"
+                " recipe)`.",
+            )
         else:
-            what = f"`{by}` changes updates after `{origin}` has chosen where parameters land ({count} arrays)"
-            yield Finding(what, 0, "Put it inside, as in `mpx.mixed_precision(optax.chain(rule, change), recipe)`.")
+            what = (
+                f"`{by}` changes updates after `{origin}` has chosen where parameters"
+                f" land ({count} arrays)"
+            )
+            yield Finding(
+                what,
+                0,
+                "Put it inside, as in `mpx.mixed_precision(optax.chain(rule, change),"
+                " recipe)`.",
+            )
 
 
 def of_donation(step: CompiledStep, names: Sequence[str]) -> Iterator[Finding]:
-    """Yield arguments that come back and are not donated, and donated buffers that XLA copies."""
-    arguments = {i: list(leaves) for i, leaves in itertools.groupby(step.arguments, lambda leaf: leaf.position)}
-    free = Counter(step.results) - Counter(leaf.type for leaf in step.arguments if leaf.is_donated)
+    """Yield arguments that come back and are not donated, and donated buffers that XLA
+    copies.
+    """
+    arguments = {
+        i: list(leaves)
+        for i, leaves in itertools.groupby(step.arguments, lambda leaf: leaf.position)
+    }
+    free = Counter(step.results) - Counter(
+        leaf.type for leaf in step.arguments if leaf.is_donated
+    )
     for i, leaves in arguments.items():
         kept = [leaf for leaf in leaves if not leaf.is_donated]
-        size, types = sum(leaf.bytes for leaf in kept), Counter(leaf.type for leaf in kept)
+        size, types = (
+            sum(leaf.bytes for leaf in kept),
+            Counter(leaf.type for leaf in kept),
+        )
         if size > step.least_bytes and types <= free:
             free -= types
             yield Finding(
-                f"Argument {i}{f' ({names[i]})' if i < len(names) else ''} comes back in the same shape and is not "
-                "donated, so that old and new are held at once",
+                f"Argument {i}{f' ({names[i]})' if i < len(names) else ''} comes back"
+                " in the same shape and is not donated, so that old and new are held"
+                " at once",
                 size,
-                "If the new one takes its place, donate it (`donate_argnums` of `jax.jit`).",
+                "If the new one takes its place, donate it (`donate_argnums` of"
+                " `jax.jit`).",
             )
-    donated = [tuple(leaf.type for leaf in leaves if leaf.is_donated) for leaves in arguments.values()]
+    donated = [
+        tuple(leaf.type for leaf in leaves if leaf.is_donated)
+        for leaves in arguments.values()
+    ]
     donated = [types for types in donated if types]
     rest = iter(step.results)
     come_back_in_order = all(each in rest for types in donated for each in types)
@@ -175,45 +254,73 @@ def of_donation(step: CompiledStep, names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _copies(step: CompiledStep) -> Iterator[Finding]:
-    """Yield the donated buffers that are copied, in the same layout, before they are written over."""
+    """Yield the donated buffers that are copied, in the same layout, before they are
+    written over.
+    """
     donated = [part for part in step.program if part.is_donated]
     copied = [
-        x for x in step.program if x.op == "copy" and x.operands[0].is_donated and x.shapes == x.operands[0].shapes
+        x
+        for x in step.program
+        if x.op == "copy"
+        and x.operands[0].is_donated
+        and x.shapes == x.operands[0].shapes
     ]
-    bytes_of_all = lambda parts: sum(shape.bytes for part in parts for shape in part.shapes)
+
+    def bytes_of_all(parts):
+        return sum(shape.bytes for part in parts for shape in part.shapes)
+
     if bytes_of_all(copied) > WORTH_A_WORD * bytes_of_all(donated):
         yield Finding(
             f"XLA copies donated buffers ({len(copied)}) before it writes over them",
             bytes_of_all(copied),
-            "Return arguments in the order in which they are taken (JAX gives donated memory to results of the same "
-            "type in turn), and do not use an old one after the new one is made.",
+            "Return arguments in the order in which they are taken (JAX gives donated"
+            " memory to results of the same type in turn), and do not use an old one"
+            " after the new one is made.",
         )
 
 
 def names_of(step: Callable[..., Any], args: Sequence[Any], lowered: Any) -> list[str]:
-    """Return the names of the positional arguments of a function, as far as it says them."""
+    """Return the names of the positional arguments of a function, as far as it says
+    them.
+    """
     if len(lowered.args_info[0]) != len(args):
         return ["static ones not counted"] * len(args)
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # functions that are not written in Python
         return []
-    return [f"`{p.name}`" for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [
+        f"`{p.name}`"
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 def sums_in_16_bits(step: CompiledStep) -> Iterator[Finding]:
-    """Yield the sums of gradients, which have the shapes of weights in any order of the axes."""
+    """Yield the sums of gradients, which have the shapes of weights in any order of the
+    axes.
+    """
     shapes = step.weights("shape", "shard")
     found: Found = []
     for instruction, kernel in _sent(step, "all-reduce", "reduce-scatter"):
-        added = [shape for given in instruction.operands for part in joined_in(given) for shape in part.shapes]
-        narrow = [x for x in added if x.dtype in ("bf16", "f16") and tuple(sorted(x.dims)) in shapes]
+        added = [
+            shape
+            for given in instruction.operands
+            for part in joined_in(given)
+            for shape in part.shapes
+        ]
+        narrow = [
+            x
+            for x in added
+            if x.dtype in ("bf16", "f16") and tuple(sorted(x.dims)) in shapes
+        ]
         found += [(kernel, _part_of(kernel, [x], added), x.dtype) for x in narrow]
     yield from _worth_a_word(
         found,
-        "Devices add up arrays of the shapes of weights in {dtypes}, which rounds at each addition",
-        "If they are gradients, differentiate with float32 sums: `mpx.autocast` has them if you leave out "
-        "`reduce_dtype`, and `reduce=` of its policy.",
+        "Devices add up arrays of the shapes of weights in {dtypes}, which rounds at"
+        " each addition",
+        "If they are gradients, differentiate with float32 sums: `mpx.autocast` has"
+        " them if you leave out `reduce_dtype`, and `reduce=` of its policy.",
         step.least_bytes,
     )
 
@@ -223,24 +330,33 @@ def sums_of_which_a_part_is_used(step: CompiledStep) -> Iterator[Finding]:
     halves = [
         (kernel, kernel.sent_bytes * kernel.times // 2, "")
         for instruction, kernel in _sent(step, "all-reduce")
-        if all(is_taken_in_parts(array, step.uses) for array in arrays_of(instruction, step.uses))
+        if all(
+            is_taken_in_parts(array, step.uses)
+            for array in arrays_of(instruction, step.uses)
+        )
     ]
     yield from _worth_a_word(
         halves,
         "Every device gets a whole sum and keeps a part of it ({count})",
-        "XLA has not made them reduce-scatters, which send half. `jax.lax.psum_scatter` in a `jax.shard_map` does.",
+        "XLA has not made them reduce-scatters, which send half. `jax.lax.psum_scatter`"
+        " in a `jax.shard_map` does.",
         step.least_bytes,
     )
 
 
 def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
-    """Yield float32 arrays that are sent whole: to be rounded right after, or in a program of narrow products."""
+    """Yield float32 arrays that are sent whole: to be rounded right after, or in a
+    program of narrow products.
+    """
     rounded: Found = []
     others: Found = []
     of_rules = {id(instruction) for instruction, _ in _sent_for_rules(step)}
     for instruction, kernel in _sent(step, "all-gather", "all-to-all"):
         for array in arrays_of(instruction, step.uses):
-            size, dtype = _part_of(kernel, array.shapes[:1], kernel.shapes), narrowed_to(array, step.uses)
+            size, dtype = (
+                _part_of(kernel, array.shapes[:1], kernel.shapes),
+                narrowed_to(array, step.uses),
+            )
             if array.shapes[0].dtype != "f32":
                 continue
             if dtype is not None:
@@ -249,33 +365,46 @@ def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
                 others.append((kernel, size, ""))
     yield from _worth_a_word(
         rounded,
-        "Devices send float32 arrays that are rounded to {dtypes} right after ({count})",
-        "Cast them before they are sent, as `mpx.autocast` does: with `.astype` in front of the gather.",
+        "Devices send float32 arrays that are rounded to {dtypes} right after"
+        " ({count})",
+        "Cast them before they are sent, as `mpx.autocast` does: with `.astype` in"
+        " front of the gather.",
         step.least_bytes,
     )
-    if any(dtype.startswith(_NARROW) for _, kernel in step.runs for dtype in kernel.flops):
+    if any(
+        dtype.startswith(_NARROW) for _, kernel in step.runs for dtype in kernel.flops
+    ):
         yield from _worth_a_word(
             others,
             "Devices gather float32 arrays that are used in float32 ({count})",
-            "A rule that mixes the numbers of a matrix (Shampoo, clipping by layer) needs it whole, and so does the "
-            "gradient of an embedding that is sharded by rows. A weight is gathered so if some use of it is in "
-            "float32: `mpx.explain` shows which.",
+            "A rule that mixes the numbers of a matrix (Shampoo, clipping by layer)"
+            " needs it whole, and so does the gradient of an embedding that is sharded"
+            " by rows. A weight is gathered so if some use of it is in float32:"
+            " `mpx.explain` shows which.",
             step.least_bytes,
         )
 
 
 def products_of_a_rule(step: CompiledStep) -> Iterator[Finding]:
-    """Yield what devices send to multiply divided matrices outside of the loss and its gradient, as Muon does."""
+    """Yield what devices send to multiply divided matrices outside of the loss and its
+    gradient, as Muon does.
+    """
     yield from _worth_a_word(
-        [(kernel, kernel.sent_bytes * kernel.times, "") for _, kernel in _sent_for_rules(step)],
-        "A rule multiplies matrices that lie on several devices, which send them for each product ({count})",
-        'Give each device whole matrices: `mpx.whole_matrices(rule)`, and fewer bytes with `sent="bf16"`.',
+        [
+            (kernel, kernel.sent_bytes * kernel.times, "")
+            for _, kernel in _sent_for_rules(step)
+        ],
+        "A rule multiplies matrices that lie on several devices, which send them for"
+        " each product ({count})",
+        "Give each device whole matrices: `mpx.whole_matrices(rule)`, and fewer bytes"
+        ' with `sent="bf16"`.',
         step.least_bytes,
     )
 
 
 def _sent_for_rules(step: CompiledStep) -> list[tuple[Instruction, Kernel]]:
-    """Return what sends an operand or a result of a product, of a step with a gradient but not in it.
+    """Return what sends an operand or a result of a product, of a step with a gradient
+    but not in it.
 
     XLA gives what it sends for a product the name of the product.
     """
@@ -283,34 +412,70 @@ def _sent_for_rules(step: CompiledStep) -> list[tuple[Instruction, Kernel]]:
         return []
     sent = _sent(step, "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
     names = [_name(instruction) for instruction, _ in sent]
-    return [x for x, name in zip(sent, names, strict=True) if name.endswith("dot_general") and "jvp(" not in name]
+    return [
+        x
+        for x, name in zip(sent, names, strict=True)
+        if name.endswith("dot_general") and "jvp(" not in name
+    ]
 
 
 def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
     """Yield optimizer states in 8 bits that devices gather."""
-    size = lambda kernel: sum(n for dtype, n in kernel.sent_by_dtype.items() if dtype in ("s8", "u8", "u32"))
-    if any(jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1 for x in step.arguments):
+
+    def size(kernel):
+        return sum(
+            n
+            for dtype, n in kernel.sent_by_dtype.items()
+            if dtype in ("s8", "u8", "u32")
+        )
+
+    if any(
+        jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
+        for x in step.arguments
+    ):
         yield from _worth_a_word(
-            [(kernel, size(kernel), "") for _, kernel in _sent(step, "all-gather") if size(kernel)],
-            "Devices gather numbers of an optimizer state in 8 bits, whose blocks reach over several of them",
-            "Give `block_size` a divisor of the columns that a device has, or use a mesh of explicit axes.",
+            [
+                (kernel, size(kernel), "")
+                for _, kernel in _sent(step, "all-gather")
+                if size(kernel)
+            ],
+            "Devices gather numbers of an optimizer state in 8 bits, whose blocks reach"
+            " over several of them",
+            "Give `block_size` a divisor of the columns that a device has, or use a"
+            " mesh of explicit axes.",
             step.least_bytes,
         )
 
 
-def gathered_weights_that_are_kept(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
-    """Yield gathered weights, or copies of them, that the forward pass makes and the backward pass uses."""
-    gathered, is_backward = _gathered_weights(step, memory), lambda x: _BACKWARD in _name(x)
-    users = {x: users for x, users in memory.users.items() if x in gathered and not is_backward(x.maker)}
+def gathered_weights_that_are_kept(
+    step: CompiledStep, memory: Memory
+) -> Iterator[Finding]:
+    """Yield gathered weights, or copies of them, that the forward pass makes and the
+    backward pass uses.
+    """
+    gathered, is_backward = (
+        _gathered_weights(step, memory),
+        lambda x: _BACKWARD in _name(x),
+    )
+    users = {
+        x: users
+        for x, users in memory.users.items()
+        if x in gathered and not is_backward(x.maker)
+    }
     kept = [x for x in users if any(map(is_backward, users[x]))]
     size = sum(x.shape.bytes for x in kept)
     if size > step.least_bytes:
-        what = f"Weights that were gathered for the forward pass are kept for the backward pass ({len(kept)})"
+        what = (
+            "Weights that were gathered for the forward pass are kept for the backward"
+            f" pass ({len(kept)})"
+        )
         yield Finding(what, size, _GATHER_AGAIN, kept[0].maker.source)
 
 
 def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
-    """Yield the three largest groups of arrays, of one line and dtype, at the peak of a program that does not fit."""
+    """Yield the three largest groups of arrays, of one line and dtype, at the peak of a
+    program that does not fit.
+    """
     if step.target is None or step.peak_bytes <= step.target.usable_bytes:
         return
     shards, gathered = step.weights("shard"), _gathered_weights(step, memory)
@@ -318,112 +483,216 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
     for x in memory.peak:
         writer = memory.writers.get(x, x.maker)
         name = _name(writer)
-        phase = "backward" if _BACKWARD in name else "forward" if "jvp(" in name else "update"
+        phase = (
+            "backward"
+            if _BACKWARD in name
+            else "forward"
+            if "jvp(" in name
+            else "update"
+        )
         is_wide = x.shape.dtype == "f32"
         is_weight = is_wide and tuple(sorted(x.shape.dims)) in shards
         remedies = (
-            (x.maker.op == "parameter", "Hold it in fewer bits (`mpx.compare_plans` shows how), or on more devices."),
-            (x not in memory.users, "Donate the argument whose place it takes (`donate_argnums`)."),
-            (x in gathered, _GATHER_AGAIN),
-            (is_weight and phase == "backward", 'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.'),
-            (is_weight and phase == "update", "`mpx.fused_update` needs none, but for a sum over microbatches."),
             (
-                x.shape.dims[2:] and len({*x.shape.dims[-2:]}) == 1 and tuple(sorted(x.shape.dims)) not in shards,
-                'If it is scores, a kernel needs none: `jax.nn.dot_product_attention(..., implementation="cudnn")`.',
+                x.maker.op == "parameter",
+                (
+                    "Hold it in fewer bits (`mpx.compare_plans` shows how), or on more"
+                    " devices."
+                ),
+            ),
+            (
+                x not in memory.users,
+                "Donate the argument whose place it takes (`donate_argnums`).",
+            ),
+            (x in gathered, _GATHER_AGAIN),
+            (
+                is_weight and phase == "backward",
+                'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.',
+            ),
+            (
+                is_weight and phase == "update",
+                "`mpx.fused_update` needs none, but for a sum over microbatches.",
+            ),
+            (
+                x.shape.dims[2:]
+                and len({*x.shape.dims[-2:]}) == 1
+                and tuple(sorted(x.shape.dims)) not in shards,
+                (
+                    "If it is scores, a kernel needs none:"
+                    ' `jax.nn.dot_product_attention(..., implementation="cudnn")`.'
+                ),
             ),
             (
                 is_wide and phase == "forward",
-                'Keep activations in fewer bits: `mpx.checkpoint(..., kept="bf16", argnums=...)`.',
+                (
+                    'Keep activations in fewer bits: `mpx.checkpoint(..., kept="bf16",'
+                    " argnums=...)`."
+                ),
             ),
-            (True, "Take a smaller batch or more devices, or compute it again (`jax.checkpoint` around a layer)."),
+            (
+                True,
+                (
+                    "Take a smaller batch or more devices, or compute it again"
+                    " (`jax.checkpoint` around a layer)."
+                ),
+            ),
         )
         remedy = next(text for holds, text in remedies if holds)
         groups.setdefault((x.shape.dtype, writer.source, remedy), []).append(x)
-    bytes_of = lambda arrays: sum(x.shape.bytes for x in arrays)
+
+    def bytes_of(arrays):
+        return sum(x.shape.bytes for x in arrays)
+
     of, target = lambda n: f"{n / 1e9:.4g} GB", step.target
     limit = f"{of(target.usable_bytes)} that JAX takes of one {target.name}"
     sizes = f"The peak of {of(step.peak_bytes)} is above the {limit}"
-    for (_, source, remedy), arrays in sorted(groups.items(), key=lambda group: -bytes_of(group[1]))[:3]:
+    for (_, source, remedy), arrays in sorted(
+        groups.items(), key=lambda group: -bytes_of(group[1])
+    )[:3]:
         largest = max(arrays, key=lambda x: x.shape.bytes)
         what = f"{len(arrays)}{' x' if len({x.shape.dims for x in arrays}) == 1 else ' arrays up to'} {largest.shape}"
-        such = f", such as `{_name(largest.maker)}`" if largest.maker.op == "parameter" else ""
-        yield Finding(f"{sizes}. It holds {what}{such}", bytes_of(arrays), remedy, source)
+        such = (
+            f", such as `{_name(largest.maker)}`"
+            if largest.maker.op == "parameter"
+            else ""
+        )
+        yield Finding(
+            f"{sizes}. It holds {what}{such}", bytes_of(arrays), remedy, source
+        )
 
 
 def _gathered_weights(step: CompiledStep, memory: Memory) -> set[Array]:
-    """Return the gathered weights, and their copies, such as stacks of them that loops fill."""
+    """Return the gathered weights, and their copies, such as stacks of them that loops
+    fill.
+    """
     shards, users = step.weights("shard"), memory.users
-    is_sent = lambda x: any(tuple(sorted(shape.dims)) in shards for given in x.operands for shape in given.shapes)
+
+    def is_sent(x):
+        return any(
+            tuple(sorted(shape.dims)) in shards
+            for given in x.operands
+            for shape in given.shapes
+        )
+
     found = {x for x in users if x.maker.operation == "all-gather" and is_sent(x.maker)}
-    copying = {instruction for instruction, kernel in step.runs if kernel.kind == "conversions and copies"}
+    copying = {
+        instruction
+        for instruction, kernel in step.runs
+        if kernel.kind == "conversions and copies"
+    }
     copying &= {user for x in found for user in users[x]}
     return found | {x for x in users if memory.writers.get(x, x.maker) in copying}
 
 
 def _name(instruction: Instruction) -> str:
-    """Return the name that JAX gives an instruction, with the transformations that made it, or an argument."""
+    """Return the name that JAX gives an instruction, with the transformations that made
+    it, or an argument.
+    """
     return (instruction.attribute(r'op_name="([^"]*)') or "").replace("\\", "")
 
 
 def _sent(step: CompiledStep, *operations: str) -> list[tuple[Instruction, Kernel]]:
-    return [(instruction, kernel) for instruction, kernel in step.runs if kernel.operation in operations]
+    return [
+        (instruction, kernel)
+        for instruction, kernel in step.runs
+        if kernel.operation in operations
+    ]
 
 
 def _part_of(kernel: Kernel, part: Sequence[Shape], whole: Sequence[Shape]) -> int:
     """Return the bytes of some arrays among all that a collective sends in its runs."""
-    size = lambda shapes: sum(shape.size for shape in shapes)
+
+    def size(shapes):
+        return sum(shape.size for shape in shapes)
+
     return kernel.times * kernel.sent_bytes * size(part) // max(1, size(whole))
 
 
 def float32_products(step: CompiledStep) -> Iterator[Finding]:
-    """Yield products of float32 numbers in a program that mostly multiplies in fewer bits."""
-    flops = totals((dtype, n * kernel.times) for _, kernel in step.runs for dtype, n in kernel.flops.items())
+    """Yield products of float32 numbers in a program that mostly multiplies in fewer
+    bits.
+    """
+    flops = totals(
+        (dtype, n * kernel.times)
+        for _, kernel in step.runs
+        for dtype, n in kernel.flops.items()
+    )
     total, wide = sum(flops.values()), flops.get(step.float32, 0)
     narrow = sum(n for dtype, n in flops.items() if dtype.startswith(_NARROW))
     if wide > WORTH_A_WORD * total and narrow > _MANY * total:
         yield from _worth_a_word(
-            [(kernel, kernel.bytes * kernel.times, "") for _, kernel in step.runs if step.float32 in kernel.flops],
-            f"{wide / total:.0%} of all FLOPs multiply float32 numbers, though others multiply in fewer bits",
-            "Look for an array that nobody cast: one that the function closes over, or a gradient of a product with "
-            "`preferred_element_type=float32`. `mpx.autocast` casts both. For an optimizer that multiplies matrices "
-            '(Muon): `mpx.whole_matrices(rule, products="f16")`.',
+            [
+                (kernel, kernel.bytes * kernel.times, "")
+                for _, kernel in step.runs
+                if step.float32 in kernel.flops
+            ],
+            f"{wide / total:.0%} of all FLOPs multiply float32 numbers, though others"
+            " multiply in fewer bits",
+            "Look for an array that nobody cast: one that the function closes over, or"
+            " a gradient of a product with `preferred_element_type=float32`."
+            " `mpx.autocast` casts both. For an optimizer that multiplies matrices"
+            ' (Muon): `mpx.whole_matrices(rule, products="f16")`.',
         )
 
 
 def products_in_another_dtype(step: CompiledStep) -> Iterator[Finding]:
-    """Yield products that XLA computes in another dtype than the step asks for, by lines of its code."""
-    operands = lambda dtype: frozenset(dtype.split(" with "))  # XLA may swap them
+    """Yield products that XLA computes in another dtype than the step asks for, by
+    lines of its code.
+    """
+
+    def operands(dtype):
+        return frozenset(dtype.split(" with "))  # XLA may swap them
+
     asked: dict[str, set[frozenset[str]]] = {}
     for part in products_in(parse(step.lowered.as_text("hlo", debug_info=True))):
-        asked.setdefault(part.source, set()).add(operands(dtype_of_product(part, step.float32)))
+        asked.setdefault(part.source, set()).add(
+            operands(dtype_of_product(part, step.float32))
+        )
     found: dict[tuple[str, str], Found] = {}
     for instruction, kernel in step.runs:
         for part in products_in([instruction]):
             dtype = dtype_of_product(part, step.float32)
             if operands(dtype) not in asked.get(part.source, [operands(dtype)]):
-                found.setdefault((dtype, part.source), []).append((kernel, kernel.bytes * kernel.times, dtype))
+                found.setdefault((dtype, part.source), []).append(
+                    (kernel, kernel.bytes * kernel.times, dtype)
+                )
     for (dtype, source), kernels in found.items():
         names = sorted(" with ".join(sorted(each)) for each in asked[source])
         yield from _worth_a_word(
             kernels,
             f"A product of {' or '.join(names)} runs in {dtype}",
-            "The device or the library has no such product of these sizes: change them, or the dtype.",
+            "The device or the library has no such product of these sizes: change them,"
+            " or the dtype.",
         )
 
 
 def float32_between_kernels(step: CompiledStep) -> Iterator[Finding]:
-    """Yield float32 arrays that one kernel writes and others read, though each of them rounds them first."""
+    """Yield float32 arrays that one kernel writes and others read, though each of them
+    rounds them first.
+    """
     found: Found = []
     for instruction, kernel in step.runs:
-        for array in arrays_of(instruction, step.uses) if kernel.kind != "collectives" else ():
-            dtype = narrowed_to(array, step.uses) if array.shapes[0].dtype == "f32" else None
+        for array in (
+            arrays_of(instruction, step.uses) if kernel.kind != "collectives" else ()
+        ):
+            dtype = (
+                narrowed_to(array, step.uses)
+                if array.shapes[0].dtype == "f32"
+                else None
+            )
             if dtype is not None:
-                saved = kernel.times * array.shapes[0].bytes // 2 * (1 + len(step.uses[array]))
+                saved = (
+                    kernel.times
+                    * array.shapes[0].bytes
+                    // 2
+                    * (1 + len(step.uses[array]))
+                )
                 found.append((kernel, saved, dtype))
     yield from _worth_a_word(
         found,
-        "Kernels write float32 numbers that all others round to {dtypes} before they use them",
-        "Cast them where they are made. The gradient of a look-up, as in a cross-entropy of integer labels, is one: "
-        "with one-hot labels there is none.",
+        "Kernels write float32 numbers that all others round to {dtypes} before they"
+        " use them",
+        "Cast them where they are made. The gradient of a look-up, as in a"
+        " cross-entropy of integer labels, is one: with one-hot labels there is none.",
         WORTH_A_WORD * sum(kernel.bytes * kernel.times for _, kernel in step.runs),
     )

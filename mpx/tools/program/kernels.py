@@ -13,26 +13,51 @@ import numpy as np
 from mpx.tools.program.targets import Target
 from mpx.tools.program.text import Instruction, Shape
 
-Kind = Literal["products", "library calls", "collectives", "reductions", "elementwise", "conversions and copies"]
+Kind = Literal[
+    "products",
+    "library calls",
+    "collectives",
+    "reductions",
+    "elementwise",
+    "conversions and copies",
+]
 Program = Sequence[Instruction]
 K = TypeVar("K", bound=Hashable)
 
-# What an operation does. One that stands in no line is a library call, or works element by element. A fusion does what
-# stands first in `Kind` of what its parts do.
+# What an operation does. One that stands in no line is a library call, or works element
+# by element. A fusion does what stands first in `Kind` of what its parts do.
 _OPERATIONS: dict[Kind | None, str] = {
     "products": "dot convolution",
-    "collectives": "all-reduce all-gather reduce-scatter all-to-all collective-permute collective-broadcast "
-    "ragged-all-to-all",
+    "collectives": (
+        "all-reduce all-gather reduce-scatter all-to-all collective-permute"
+        " collective-broadcast ragged-all-to-all"
+    ),
     "reductions": "reduce reduce-window scatter sort select-and-scatter",
-    "conversions and copies": "convert copy transpose reshape broadcast slice concatenate pad reverse iota gather "
-    "dynamic-slice dynamic-update-slice select compare bitcast-convert",
-    None: "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier "
-    "add-dependency ConcatBitcast AllocateBuffer",
+    "conversions and copies": (
+        "convert copy transpose reshape broadcast slice concatenate pad reverse iota"
+        " gather dynamic-slice dynamic-update-slice select compare bitcast-convert"
+    ),
+    None: (
+        "parameter constant tuple get-tuple-element bitcast after-all partition-id"
+        " replica-id opt-barrier add-dependency ConcatBitcast AllocateBuffer"
+    ),
 }
-_KINDS = {operation: kind for kind, operations in _OPERATIONS.items() for operation in operations.split()}
+_KINDS = {
+    operation: kind
+    for kind, operations in _OPERATIONS.items()
+    for operation in operations.split()
+}
 _TAKE_PARTS = {"slice", "dynamic-slice", "gather"}
-_REPLACE_PARTS = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand has the new numbers
-_ALGORITHMS = {"tf32_tf32_f32": "tf32", "bf16_bf16_f32": "bf16", "bf16_bf16_f32_x3": "bf16 x 3", "f32_f32_f32": "f32"}
+_REPLACE_PARTS = {
+    "dynamic-update-slice": 1,
+    "scatter": 2,
+}  # and which operand has the new numbers
+_ALGORITHMS = {
+    "tf32_tf32_f32": "tf32",
+    "bf16_bf16_f32": "bf16",
+    "bf16_bf16_f32_x3": "bf16 x 3",
+    "f32_f32_f32": "f32",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +66,24 @@ class Kernel:
 
     operation: str  # `fusion`, another operation of XLA, or the name of a library call
     kind: Kind  # what it does most
-    bytes: int  # that it reads and writes each time: operands and results, or the parts of them that it touches
-    flops: Mapping[str, int]  # of its matrix products and convolutions each time, by the dtype of their operands
+    # that it reads and writes each time: operands and results, or the parts of them
+    # that it touches
+    bytes: int
+    flops: Mapping[
+        str, int
+    ]  # of its matrix products and convolutions each time, by the dtype of their operands
     times: int  # how often it runs in a step
-    seconds: float | None  # what all its runs take at least; None if the target's figures are not known
+    seconds: (
+        float | None
+    )  # what all its runs take at least; None if the target's figures are not known
     shapes: tuple[Shape, ...]  # the arrays that it writes
     source: str  # the line that asks for it
-    axes: str = ""  # of a collective, the axes of the mesh along which it runs; empty if they are not known
-    sent_bytes: int = 0  # of a collective, what a device sends to others each time, as a ring of the devices does it
+    # of a collective, the axes of the mesh along which it runs; empty if they are not
+    # known
+    axes: str = ""
+    # of a collective, what a device sends to others each time, as a ring of the devices
+    # does it
+    sent_bytes: int = 0
 
     @property
     def dtype(self) -> str:
@@ -62,22 +97,34 @@ class Kernel:
 
     @property
     def sent_by_dtype(self) -> dict[str, int]:
-        """Return what a device sends in all runs, by dtype: XLA may send arrays of several dtypes at once."""
+        """Return what a device sends in all runs, by dtype: XLA may send arrays of
+        several dtypes at once.
+        """
         whole = max(1, sum(shape.size for shape in self.shapes))
-        return totals((x.dtype, self.times * self.sent_bytes * x.size // whole) for x in self.shapes)
+        return totals(
+            (x.dtype, self.times * self.sent_bytes * x.size // whole)
+            for x in self.shapes
+        )
 
 
 def kernels(
-    program: Program, target: Target | None = None, float32: str = "f32", mesh_shape: Mapping[str, int] | None = None
+    program: Program,
+    target: Target | None = None,
+    float32: str = "f32",
+    mesh_shape: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[Instruction, Kernel]]:
-    """Yield the instructions of a program that are kernels, in the order of execution, with what they do.
+    """Yield the instructions of a program that are kernels, in the order of execution,
+    with what they do.
 
-    Without a target there are no bounds of times. `float32` is how the device multiplies float32 numbers unless more is
-    asked for, such as `tf32`; `mesh_shape` names the axes of collectives.
+    Without a target there are no bounds of times. `float32` is how the device
+    multiplies float32 numbers unless more is asked for, such as `tf32`; `mesh_shape`
+    names the axes of collectives.
     """
     for instruction, kind, times in _runs(program):
         products = [part for part in instruction.parts if _flops(part)]
-        flops = totals((dtype_of_product(part, float32), _flops(part)) for part in products)
+        flops = totals(
+            (dtype_of_product(part, float32), _flops(part)) for part in products
+        )
         moved = _moved(instruction)
         kernel = Kernel(
             operation=instruction.operation,
@@ -85,9 +132,13 @@ def kernels(
             bytes=moved,
             flops=flops,
             times=times,
-            seconds=None if target is None else times * target.bound_seconds(moved, flops),
+            seconds=(
+                None if target is None else times * target.bound_seconds(moved, flops)
+            ),
             shapes=instruction.results,
-            source=next((part.source for part in products if part.source), instruction.source),
+            source=next(
+                (part.source for part in products if part.source), instruction.source
+            ),
         )
         if kind == "collectives":
             kernel = _with_what_it_sends(kernel, instruction, mesh_shape or {})
@@ -95,25 +146,48 @@ def kernels(
 
 
 def products_in(program: Program) -> Iterator[Instruction]:
-    """Yield the matrix products and convolutions of a program, and of all that it calls."""
+    """Yield the matrix products and convolutions of a program, and of all that it
+    calls.
+    """
     for instruction in program:
         yield from filter(_flops, instruction.parts)
         if instruction.op != "fusion":
-            yield from itertools.chain.from_iterable(map(products_in, instruction.called))
+            yield from itertools.chain.from_iterable(
+                map(products_in, instruction.called)
+            )
 
 
-def _with_what_it_sends(kernel: Kernel, instruction: Instruction, mesh_shape: Mapping[str, int]) -> Kernel:
+def _with_what_it_sends(
+    kernel: Kernel, instruction: Instruction, mesh_shape: Mapping[str, int]
+) -> Kernel:
     """Return the kernel of a collective with what it sends, and along which axes."""
-    collective = next(part for part in instruction.parts if _KINDS.get(part.operation) == "collectives")
+    collective = next(
+        part
+        for part in instruction.parts
+        if _KINDS.get(part.operation) == "collectives"
+    )
     # A TPU has a sum and a slice of it in one fusion.
-    is_scattered = instruction.op == "fusion" and any(part.op == "dynamic-slice" for part in instruction.parts)
+    is_scattered = instruction.op == "fusion" and any(
+        part.op == "dynamic-slice" for part in instruction.parts
+    )
     operation = "reduce-scatter" if is_scattered else collective.operation
     group = _first_group(collective) or range(math.prod(mesh_shape.values()))
     given = [shape for operand in collective.operands for shape in operand.shapes]
-    sent = max(sum(shape.size for shape in shapes) for shapes in (collective.results, given))
-    if not operation.startswith("collective"):  # in a ring: all parts of an array but one
-        sent = (2 if operation == "all-reduce" else 1) * sent * (len(group) - 1) // max(1, len(group))
-    return dataclasses.replace(kernel, operation=operation, axes=_axes(group, mesh_shape), sent_bytes=sent)
+    sent = max(
+        sum(shape.size for shape in shapes) for shapes in (collective.results, given)
+    )
+    if not operation.startswith(
+        "collective"
+    ):  # in a ring: all parts of an array but one
+        sent = (
+            (2 if operation == "all-reduce" else 1)
+            * sent
+            * (len(group) - 1)
+            // max(1, len(group))
+        )
+    return dataclasses.replace(
+        kernel, operation=operation, axes=_axes(group, mesh_shape), sent_bytes=sent
+    )
 
 
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
@@ -126,17 +200,30 @@ def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
 
 def has_unknown_loop(program: Program) -> bool:
     """Return whether there is a loop of unknown length."""
-    return any(operation.trips is None or any(map(has_unknown_loop, operation.called)) for operation in program)
+    return any(
+        operation.trips is None or any(map(has_unknown_loop, operation.called))
+        for operation in program
+    )
 
 
 def _runs(program: Program, times: int = 1) -> list[tuple[Instruction, Kind, int]]:
-    """Return the operations that are kernels, in order of execution, with what each does and how often it runs."""
+    """Return the operations that are kernels, in order of execution, with what each
+    does and how often it runs.
+    """
     found: list[tuple[Instruction, Kind, int]] = []
     for instruction in program:
         if instruction.op in ("while", "call", "conditional", "async-start"):
-            branches = [_runs(inner, times * (instruction.trips or 1)) for inner in instruction.called]
+            branches = [
+                _runs(inner, times * (instruction.trips or 1))
+                for inner in instruction.called
+            ]
             # Of the branches of a conditional one runs: count the one that moves most.
-            found += max(branches, key=lambda branch: sum(_moved(kernel) * count for kernel, _, count in branch))
+            found += max(
+                branches,
+                key=lambda branch: sum(
+                    _moved(kernel) * count for kernel, _, count in branch
+                ),
+            )
         elif kind := _kind(instruction):
             found.append((instruction, kind, times))
     return found
@@ -149,8 +236,12 @@ def _kind(instruction: Instruction) -> Kind | None:
     other: Kind = "library calls" if instruction.op == "custom-call" else "elementwise"
     found = {_KINDS.get(part.operation, other) for part in instruction.parts}
     calls = {part.operation for part in instruction.parts}
-    if "AsyncCollectiveDone" in calls or ("products" in found and "AsyncCollectiveStart" not in calls):
-        found.discard("collectives")  # a TPU names the collective in all kernels that run beside it
+    if "AsyncCollectiveDone" in calls or (
+        "products" in found and "AsyncCollectiveStart" not in calls
+    ):
+        found.discard(
+            "collectives"
+        )  # a TPU names the collective in all kernels that run beside it
     return next((kind for kind in get_args(Kind) if kind in found), None)
 
 
@@ -162,30 +253,54 @@ def _moved(instruction: Instruction) -> int:
         read = [part for part in body if part.op == "parameter"]
         written = root.operands if root.op == "tuple" else [root]
     else:
-        body, read, written = [instruction], dict.fromkeys(instruction.operands), [instruction]
+        body, read, written = (
+            [instruction],
+            dict.fromkeys(instruction.operands),
+            [instruction],
+        )
     return sum(_read(array, body) for array in read) + sum(map(_written, written))
 
 
 def _read(array: Instruction, body: Program) -> int:
-    """Return the bytes that are read of an array: only the parts that are taken, if parts are taken or replaced."""
+    """Return the bytes that are read of an array: only the parts that are taken, if
+    parts are taken or replaced.
+    """
     views = {array}
     for part in body:  # a view comes after what it shows
         if part.op == "bitcast" and part.operands[0] in views:
             views.add(part)
-    uses = [part for part in body if part.op != "bitcast" and not views.isdisjoint(part.operands)]
-    is_partial = lambda use: use.operation in {*_TAKE_PARTS, *_REPLACE_PARTS}
+    uses = [
+        part
+        for part in body
+        if part.op != "bitcast" and not views.isdisjoint(part.operands)
+    ]
+
+    def is_partial(use):
+        return use.operation in {*_TAKE_PARTS, *_REPLACE_PARTS}
+
     whole = sum(shape.bytes for shape in array.shapes)
-    if not uses or not all(is_partial(use) and views.isdisjoint(use.operands[1:]) for use in uses):
+    if not uses or not all(
+        is_partial(use) and views.isdisjoint(use.operands[1:]) for use in uses
+    ):
         return whole
+
     # A scatter adds to what it replaces, and so reads as much as it writes.
-    part_of = lambda use: use.results[0] if use.operation in _TAKE_PARTS else _replaced(use)
+    def part_of(use):
+        return use.results[0] if use.operation in _TAKE_PARTS else _replaced(use)
+
     taken = [part_of(use) for use in uses if use.operation != "dynamic-update-slice"]
-    # A gather may take a row of a small table a million times. The table is read once: caches hold it.
-    return min(whole, sum(shape._replace(layout=array.shapes[0].layout).bytes for shape in taken))
+    # A gather may take a row of a small table a million times. The table is read once:
+    # caches hold it.
+    return min(
+        whole,
+        sum(shape._replace(layout=array.shapes[0].layout).bytes for shape in taken),
+    )
 
 
 def _written(part: Instruction) -> int:
-    """Return the bytes of a result; of one that replaces a part of an operand, that part."""
+    """Return the bytes of a result; of one that replaces a part of an operand, that
+    part.
+    """
     while part.op == "bitcast":
         part = part.operands[0]
     whole = sum(shape.bytes for shape in part.results)
@@ -204,7 +319,9 @@ def _flops(part: Instruction) -> int:
     """Return the FLOPs of a matrix product or convolution; 0 of anything else."""
     if part.operation.startswith(("convolution", "__cudnn$conv")):
         return _conv_flops(part)
-    contracted = part.attribute(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)")
+    contracted = part.attribute(
+        r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)"
+    )
     if contracted is None or part.op == "fusion":
         return 0
     left = part.operands[0].shapes[0]
@@ -213,9 +330,15 @@ def _flops(part: Instruction) -> int:
 
 
 def _conv_flops(part: Instruction) -> int:
-    """Return the FLOPs of a convolution: its output times the filter, whose output features no product adds up."""
-    images, filters, result = (*(operand.shapes[0].dims for operand in part.operands[:2]), part.shapes[0].dims)
-    # cuDNN's gradients have the labels of the forward convolution: input, filter and output stand elsewhere.
+    """Return the FLOPs of a convolution: its output times the filter, whose output
+    features no product adds up.
+    """
+    images, filters, result = (
+        *(operand.shapes[0].dims for operand in part.operands[:2]),
+        part.shapes[0].dims,
+    )
+    # cuDNN's gradients have the labels of the forward convolution: input, filter and
+    # output stand elsewhere.
     if "BackwardInput" in part.operation:
         images, result = result, images
     elif "BackwardFilter" in part.operation:
@@ -237,13 +360,19 @@ def dtype_of_product(product: Instruction, float32: str) -> str:
 
 
 def _axes(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
-    """Return the mesh axes along which the devices of a group differ; nothing if groups do not follow the mesh."""
+    """Return the mesh axes along which the devices of a group differ; nothing if groups
+    do not follow the mesh.
+    """
     sizes = tuple(mesh_shape.values())
     if not sizes or max(group, default=math.inf) >= math.prod(sizes):
         return ""
     places = dict(zip(mesh_shape, np.unravel_index(group, sizes), strict=True))
     along = [name for name, place in places.items() if len(set(place)) > 1]
-    return ", ".join(along) if math.prod(mesh_shape[name] for name in along) == len(group) else ""
+    return (
+        ", ".join(along)
+        if math.prod(mesh_shape[name] for name in along) == len(group)
+        else ""
+    )
 
 
 def _first_group(collective: Instruction) -> list[int]:
@@ -255,12 +384,24 @@ def _first_group(collective: Instruction) -> list[int]:
     listed = collective.attribute(r"replica_groups=\{\{([\d,]*)\}")
     if listed is not None:
         return numbers(listed)
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", collective.attributes)
+    named = re.search(
+        r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", collective.attributes
+    )
     if named is not None:
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        sizes = {
+            name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])
+        }
         here = tuple(slice(None) if f"'{name}'" in named[2] else 0 for name in sizes)
-        return np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))[here].ravel().tolist()
-    iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", collective.attributes)
+        return (
+            np.arange(math.prod(sizes.values()))
+            .reshape(tuple(sizes.values()))[here]
+            .ravel()
+            .tolist()
+        )
+    iota = re.search(
+        r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?",
+        collective.attributes,
+    )
     if iota is None:
         return []
     devices = np.arange(math.prod(numbers(iota[2]))).reshape(numbers(iota[2]))

@@ -1,4 +1,6 @@
-"""Read off a compiled program what a step costs: memory, traffic, precision, and a bound of its time."""
+"""Read off a compiled program what a step costs: memory, traffic, precision, and a
+bound of its time.
+"""
 
 import contextlib
 import dataclasses
@@ -14,15 +16,26 @@ from mpx import _tables, _trees
 from mpx.tools.program import kernels as programs
 from mpx.tools.program import text
 from mpx.tools.program.dataflow import uses_in
-from mpx.tools.program.findings import CompiledStep, Finding, arguments_of, findings_of, names_of, of_chain
+from mpx.tools.program.findings import (
+    CompiledStep,
+    Finding,
+    arguments_of,
+    findings_of,
+    names_of,
+    of_chain,
+)
 from mpx.tools.program.kernels import Kernel, Kind
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 
 _MOST_ROWS = 12  # of kernels that are printed
 _FAILURES = {  # parts of what XLA says, and what is known to help
-    "Couldn't find output tile sizes": "Its Triton compiler finds no tiles for such a product, in plain bfloat16 too. "
-    "Leave products to cuBLAS: `jax.jit(step, compiler_options={'xla_gpu_enable_triton_gemm': False})`, or for all "
-    "programs XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Sequences of a multiple of 64 tokens may do, too."
+    "Couldn't find output tile sizes": (
+        "Its Triton compiler finds no tiles for such a product, in plain bfloat16 too."
+        " Leave products to cuBLAS: `jax.jit(step,"
+        " compiler_options={'xla_gpu_enable_triton_gemm': False})`, or for all programs"
+        " XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Sequences of a multiple of 64"
+        " tokens may do, too."
+    )
 }
 
 
@@ -30,22 +43,30 @@ _FAILURES = {  # parts of what XLA says, and what is known to help
 class StepReport(_tables.Result):
     """The cost of one run of a compiled step on one device; prints as tables."""
 
-    target: Target | None  # the device that it was compiled for, if its figures are known
+    target: (
+        Target | None
+    )  # the device that it was compiled for, if its figures are known
     argument_bytes: int  # parameters, optimizer state and batch
     output_bytes: int  # everything that the step returns
     donated_bytes: int  # the outputs that are written over donated arguments
     temporary_bytes: int  # activations, gradients and buffers for communication
     code_bytes: int  # the program itself
     kernels: tuple[Kernel, ...]  # what runs, in its order
-    has_unknown_loop: bool  # whether a loop of unknown length is counted as if it ran once
+    has_unknown_loop: (
+        bool  # whether a loop of unknown length is counted as if it ran once
+    )
     compile_seconds: float  # the time that XLA took here
-    findings: tuple[Finding, ...] = ()  # what the program does that its author would not want
+    findings: tuple[
+        Finding, ...
+    ] = ()  # what the program does that its author would not want
 
     @property
     def peak_bytes(self) -> int:
-        """Memory that one run needs: arguments, outputs that are not donated, temporaries and code.
+        """Memory that one run needs: arguments, outputs that are not donated,
+        temporaries and code.
 
-        Anything else that lives on the device comes on top: a second batch that waits, or the last step's results.
+        Anything else that lives on the device comes on top: a second batch that waits,
+        or the last step's results.
         """
         outputs = self.output_bytes - self.donated_bytes
         return self.argument_bytes + outputs + self.temporary_bytes + self.code_bytes
@@ -58,7 +79,9 @@ class StepReport(_tables.Result):
     @property
     def moved_by_kind(self) -> dict[Kind, int]:
         """Bytes that kernels read and write, by what they do most."""
-        return programs.totals((kernel.kind, kernel.bytes * kernel.times) for kernel in self.kernels)
+        return programs.totals(
+            (kernel.kind, kernel.bytes * kernel.times) for kernel in self.kernels
+        )
 
     @property
     def kernel_count(self) -> int:
@@ -72,22 +95,36 @@ class StepReport(_tables.Result):
 
     @property
     def sent_by_kind(self) -> dict[str, int]:
-        """Bytes that a device sends to others, by operation and dtype, such as `all-gather bf16`."""
+        """Bytes that a device sends to others, by operation and dtype, such as
+        `all-gather bf16`.
+        """
         return programs.totals(
-            (f"{c.operation} {dtype}", n) for c in self.collectives for dtype, n in c.sent_by_dtype.items()
+            (f"{c.operation} {dtype}", n)
+            for c in self.collectives
+            for dtype, n in c.sent_by_dtype.items()
         )
 
     @property
     def flops(self) -> dict[str, int]:
-        """FLOPs of matrix products and convolutions, by the dtype of their operands; library calls are not counted."""
+        """FLOPs of matrix products and convolutions, by the dtype of their operands;
+        library calls are not counted.
+        """
         return programs.totals(
-            (dtype, n * kernel.times) for kernel in self.kernels for dtype, n in kernel.flops.items()
+            (dtype, n * kernel.times)
+            for kernel in self.kernels
+            for dtype, n in kernel.flops.items()
         )
 
     @property
     def bound_seconds(self) -> float | None:
-        """Return what kernels take at least, one after another, by the target's published figures: a bound, no time."""
-        return None if self.target is None else sum(kernel.seconds or 0 for kernel in self.kernels)
+        """Return what kernels take at least, one after another, by the target's
+        published figures: a bound, no time.
+        """
+        return (
+            None
+            if self.target is None
+            else sum(kernel.seconds or 0 for kernel in self.kernels)
+        )
 
     def _parts(self) -> Iterator[_tables.Table | str]:
         if self.findings:
@@ -95,20 +132,46 @@ class StepReport(_tables.Result):
         yield self._summary()
         yield "\n".join(self._notes())
         unit = _tables.unit_for([self.moved_bytes])
-        name = lambda kernel: kernel.operation if kernel.kind == "library calls" else kernel.kind
-        rows = [((name(k), _shortened(k.result), k.source), k.times, k.times * k.bytes) for k in self.kernels]
+
+        def name(kernel):
+            return kernel.operation if kernel.kind == "library calls" else kernel.kind
+
+        rows = [
+            ((name(k), _shortened(k.result), k.source), k.times, k.times * k.bytes)
+            for k in self.kernels
+        ]
         header = ("kind", "times", unit[0], "writes", "source")
-        yield from _most("Kernels that move most", header, rows, lambda n: _tables.shown(n, unit))
+        yield from _most(
+            "Kernels that move most", header, rows, lambda n: _tables.shown(n, unit)
+        )
         common = next(iter(self.flops), "")
-        flops = [(dtype, k, n) for k in self.kernels for dtype, n in k.flops.items() if dtype != common]
+        flops = [
+            (dtype, k, n)
+            for k in self.kernels
+            for dtype, n in k.flops.items()
+            if dtype != common
+        ]
         rows = [((dtype, k.source), k.times, k.times * n) for dtype, k, n in flops]
         header = ("operands", "times", "GFLOP", "source")
-        yield from _most(f"Products that are not in {common}", header, rows, lambda n: _tables.digits(n / 1e9))
-        sent = [(c, dtype, n) for c in self.collectives for dtype, n in c.sent_by_dtype.items()]
-        rows = [((c.operation, dtype, c.axes, c.source), c.times, n) for c, dtype, n in sent]
+        yield from _most(
+            f"Products that are not in {common}",
+            header,
+            rows,
+            lambda n: _tables.digits(n / 1e9),
+        )
+        sent = [
+            (c, dtype, n)
+            for c in self.collectives
+            for dtype, n in c.sent_by_dtype.items()
+        ]
+        rows = [
+            ((c.operation, dtype, c.axes, c.source), c.times, n) for c, dtype, n in sent
+        ]
         sends = _tables.unit_for([sum(n for *_, n in rows)])
         header = ("operation", "times", f"sends, {sends[0]}", "dtype", "axes", "source")
-        yield from _most("Between devices", header, rows, lambda n: _tables.shown(n, sends))
+        yield from _most(
+            "Between devices", header, rows, lambda n: _tables.shown(n, sends)
+        )
 
     def _summary(self) -> _tables.Table:
         """Return the figures of the step, without lines of zeros."""
@@ -123,34 +186,63 @@ class StepReport(_tables.Result):
             f"moved by kernels, {unit[0]}": self.moved_bytes,
             **{f"  {kind}": self.moved_by_kind.get(kind, 0) for kind in get_args(Kind)},
         }
-        rows = [(name, _tables.shown(number, unit)) for name, number in in_bytes.items() if number]
+        rows = [
+            (name, _tables.shown(number, unit))
+            for name, number in in_bytes.items()
+            if number
+        ]
         rows.append(("kernels", f"{self.kernel_count:,}"))
-        rows += [(f"products in {dtype}, GFLOP", _tables.digits(n / 1e9)) for dtype, n in self.flops.items()]
+        rows += [
+            (f"products in {dtype}, GFLOP", _tables.digits(n / 1e9))
+            for dtype, n in self.flops.items()
+        ]
         if self.bound_seconds is not None:
             rows.append(("bound, ms", f"{1e3 * self.bound_seconds:.4g}"))
         rows.append(("compiled in, s", f"{self.compile_seconds:.3g}"))
-        return _tables.Table("", [("", self.target.name if self.target else "this machine"), *rows])
+        return _tables.Table(
+            "", [("", self.target.name if self.target else "this machine"), *rows]
+        )
 
     def _notes(self) -> Iterator[str]:
         if self.target is None:
-            yield "Compiled for this machine. A CPU works in float32: give a target for a GPU's dtypes and bound."
+            yield (
+                "Compiled for this machine. A CPU works in float32: give a target for a"
+                " GPU's dtypes and bound."
+            )
         else:
             yield _how_it_fits(self.peak_bytes, self.target)
-            yield "The bound is no time: its kernels one after another at published rates."
+            yield (
+                "The bound is no time: its kernels one after another at published"
+                " rates."
+            )
         if self.has_unknown_loop:
             yield "A loop of unknown length is counted as if it ran once."
         if any(kernel.kind == "library calls" for kernel in self.kernels):
-            yield "Calls of libraries and kernels written by hand count bytes and no FLOPs."
+            yield (
+                "Calls of libraries and kernels written by hand count bytes and no"
+                " FLOPs."
+            )
 
 
 def _most(
-    title: str, header: Sequence[str], rows: Sequence[tuple[tuple[str, ...], int, int]], shown: Callable[[int], str]
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[tuple[tuple[str, ...], int, int]],
+    shown: Callable[[int], str],
 ) -> Iterator[_tables.Table]:
-    """Yield a table of names, how often they run, and their largest numbers, if there are any; equal names are one."""
+    """Yield a table of names, how often they run, and their largest numbers, if there
+    are any; equal names are one.
+    """
     times = programs.totals((name, count) for name, count, _ in rows)
-    most = [*programs.totals((name, number) for name, _, number in rows).items()][:_MOST_ROWS]
+    most = [*programs.totals((name, number) for name, _, number in rows).items()][
+        :_MOST_ROWS
+    ]
     if most:
-        yield _tables.Table(title, [header, *((n[0], str(times[n]), shown(x), *n[1:]) for n, x in most)], right=(1, 2))
+        yield _tables.Table(
+            title,
+            [header, *((n[0], str(times[n]), shown(x), *n[1:]) for n, x in most)],
+            right=(1, 2),
+        )
 
 
 def _how_it_fits(peak: int, target: Target) -> str:
@@ -162,7 +254,10 @@ def _how_it_fits(peak: int, target: Target) -> str:
     if peak > target.memory_bytes:
         return f"fits: no, {size}. {largest}"
     share = math.ceil(100 * peak / target.memory_bytes) / 100
-    return f"fits: only with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}, {size}: JAX takes 75% by default. {largest}"
+    return (
+        f"fits: only with XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}, {size}: JAX takes"
+        f" 75% by default. {largest}"
+    )
 
 
 def _line_of(finding: Finding) -> str:
@@ -184,40 +279,59 @@ def step_report(
 ) -> StepReport:
     """Compile a step without running it, and read off its program what it costs.
 
-    Memory is XLA's own analysis. Traffic is what each kernel of the program reads and writes: exact, but for caches.
-    FLOPs count matrix products and convolutions. The bound adds up, over kernels, a launch and the larger of bytes over
-    bandwidth and FLOPs over rate.
+    Memory is XLA's own analysis. Traffic is what each kernel of the program reads and
+    writes: exact, but for caches. FLOPs count matrix products and convolutions. The
+    bound adds up, over kernels, a launch and the larger of bytes over bandwidth and
+    FLOPs over rate.
 
     Args:
         step: a function, or one that `jax.jit` returned.
-        args: the arguments of the step or their shapes (`jax.ShapeDtypeStruct`). For a target they may have shardings
-            on a mesh of `mpx.tools.program.target_devices`; without any, the step runs on one device. Unless the step
-            comes from `jax.jit`, an argument may hold other things, such as Python numbers or an Equinox model's
-            functions.
-        target: what to compile for: None for this machine; `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"` with the
-            extra `compiler`, `cuda12` or `cuda13` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. It need
+        args: the arguments of the step or their shapes (`jax.ShapeDtypeStruct`). For a
+            target they may have shardings on a mesh of
+            `mpx.tools.program.target_devices`; without any, the step runs on one
+            device. Unless the step comes from `jax.jit`, an argument may hold other
+            things, such as Python numbers or an Equinox model's functions.
+        target: what to compile for: None for this machine; `"a100"`, `"h100"`,
+            `"h200"`, `"b200"`, `"gb200"` with the extra `compiler`, `cuda12` or
+            `cuda13` installed, `"v5e"`, `"v6e"` with `jax[tpu]`; or a `Target`. It need
             not be there.
-        donate_argnums: as for `jax.jit`, for a step that it has not returned. Donate parameters and state, as a
-            training loop does: else old and new ones are held at the same time, and a finding says so.
+        donate_argnums: as for `jax.jit`, for a step that it has not returned. Donate
+            parameters and state, as a training loop does: else old and new ones are
+            held at the same time, and a finding says so.
 
     Raises:
-        ValueError: if the target is not known, no argument holds an array to compile for it, or `donate_argnums` is
-            given for a function of `jax.jit`.
-        RuntimeError: if the compiler for the target is not installed; or XLA fails, with what is known to help.
+        ValueError: if the target is not known, no argument holds an array to compile
+            for it, or `donate_argnums` is given for a function of `jax.jit`.
+        RuntimeError: if the compiler for the target is not installed; or XLA fails,
+            with what is known to help.
 
     Example:
         >>> step = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
         >>> shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
         >>> report = step_report(step, shape, shape, donate_argnums=0)
-        >>> report.argument_bytes, report.output_bytes, report.donated_bytes, report.flops
+        >>> (
+        ...     report.argument_bytes,
+        ...     report.output_bytes,
+        ...     report.donated_bytes,
+        ...     report.flops,
+        ... )
         (524288, 262144, 262144, {'f32': 67108864})
     """
     device = target_here() if target is None else get_target(target)
-    mesh, context, options, platforms = _mesh_of(args), contextlib.nullcontext(), None, None
+    mesh, context, options, platforms = (
+        _mesh_of(args),
+        contextlib.nullcontext(),
+        None,
+        None,
+    )
     if target is not None and device is not None:
         args, mesh = _placed(args, target_devices(device))
-        context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)  # kernels of Pallas ask it for the device
-        options = None if device.tpu else {"xla_gpu_autotune_level": "0"}  # nothing can be timed
+        context = jax.sharding.use_abstract_mesh(
+            mesh.abstract_mesh
+        )  # kernels of Pallas ask it for the device
+        options = (
+            None if device.tpu else {"xla_gpu_autotune_level": "0"}
+        )  # nothing can be timed
         platforms = ("tpu",) if device.tpu else ("cuda",)
     try:
         with context:
@@ -226,23 +340,41 @@ def step_report(
         if "Unknown backend" not in str(error):
             raise
         raise RuntimeError(
-            "`step_report`: a step that calls Python while it runs (`jax.debug.print`, `io_callback`) cannot be "
-            "compiled for a device that is not here. Leave the call out."
+            "`step_report`: a step that calls Python while it runs (`jax.debug.print`,"
+            " `io_callback`) cannot be compiled for a device that is not here. Leave"
+            " the call out."
         ) from error
     start = time.perf_counter()
     try:
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        said, helps = str(error), [text for part, text in _FAILURES.items() if part in str(error)]
+        said, helps = (
+            str(error),
+            [text for part, text in _FAILURES.items() if part in str(error)],
+        )
         if not helps:
             raise
-        raise RuntimeError(f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {helps[0]}") from error
+        raise RuntimeError(
+            f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {helps[0]}"
+        ) from error
     seconds = time.perf_counter() - start
-    # What another library's jit donates (`equinox.filter_jit`) is not known from outside.
-    is_known = isinstance(step, jax.stages.Wrapped) or not hasattr(step, "lower") or donate_argnums != ()
+    # What another library's jit donates (`equinox.filter_jit`) is not known from
+    # outside.
+    is_known = (
+        isinstance(step, jax.stages.Wrapped)
+        or not hasattr(step, "lower")
+        or donate_argnums != ()
+    )
     names = names_of(step, args, lowered) if is_known else None
     axes = mesh and mesh.shape
-    report = report_of(compiled, lowered, names, target=device, mesh_shape=axes, compile_seconds=seconds)
+    report = report_of(
+        compiled,
+        lowered,
+        names,
+        target=device,
+        mesh_shape=axes,
+        compile_seconds=seconds,
+    )
     return dataclasses.replace(report, findings=(*of_chain(jaxpr), *report.findings))
 
 
@@ -255,9 +387,11 @@ def report_of(
     mesh_shape: Mapping[str, int] | None = None,
     compile_seconds: float,
 ) -> StepReport:
-    """Return the report of a program that has been compiled, for a target or, with None, for an unknown device here.
+    """Return the report of a program that has been compiled, for a target or, with
+    None, for an unknown device here.
 
-    Its findings need the program as it was lowered too, and those on donation the names of its arguments.
+    Its findings need the program as it was lowered too, and those on donation the names
+    of its arguments.
     """
     memory = compiled.memory_analysis()
     program = text.parse(compiled.as_text())
@@ -277,34 +411,59 @@ def report_of(
     )
     if lowered is None:
         return report
-    results = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in jax.tree.leaves(lowered.out_info)]
+    results = [
+        (tuple(leaf.shape), str(leaf.dtype))
+        for leaf in jax.tree.leaves(lowered.out_info)
+    ]
     arguments = list(arguments_of(lowered, compiled))
     step = CompiledStep(
-        lowered, program, runs, uses_in(program), arguments, results, float32, report.peak_bytes, target
+        lowered,
+        program,
+        runs,
+        uses_in(program),
+        arguments,
+        results,
+        float32,
+        report.peak_bytes,
+        target,
     )
-    return dataclasses.replace(report, findings=tuple(findings_of(step, names, is_cpu=is_cpu)))
+    return dataclasses.replace(
+        report, findings=tuple(findings_of(step, names, is_cpu=is_cpu))
+    )
 
 
 def _lowered(
-    step: Any, args: Sequence[Any], donate_argnums: int | Sequence[int], platforms: tuple[str, ...] | None
+    step: Any,
+    args: Sequence[Any],
+    donate_argnums: int | Sequence[int],
+    platforms: tuple[str, ...] | None,
 ) -> tuple[Any, Any]:
     """Lower a step for platforms, and return its jaxpr too.
 
-    Platforms are None for those of its arguments, as explicit axes of a target cannot tell.
+    Platforms are None for those of its arguments, as explicit axes of a target cannot
+    tell.
     """
     if isinstance(step, jax.stages.Wrapped):
         if donate_argnums != ():
             raise ValueError(
-                "`step_report`: this step comes from `jax.jit` (or `nnx.jit`), which says what is donated. Leave "
-                "`donate_argnums` out here."
+                "`step_report`: this step comes from `jax.jit` (or `nnx.jit`), which"
+                " says what is donated. Leave `donate_argnums` out here."
             )
         traced: Any = step.trace(*args)
         lowered = traced.lower(lowering_platforms=platforms)
         # `nnx.jit` has classes of its own around those of jax.
-        return getattr(lowered, "lowered", lowered), getattr(traced, "traced", traced).jaxpr
+        return (
+            getattr(lowered, "lowered", lowered),
+            getattr(traced, "traced", traced).jaxpr,
+        )
     given = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
-    if beyond := [position for position in given if not -len(args) <= position < len(args)]:
-        raise ValueError(f"`step_report`: the step has {len(args)} arguments, so none at {beyond} can be donated.")
+    if beyond := [
+        position for position in given if not -len(args) <= position < len(args)
+    ]:
+        raise ValueError(
+            f"`step_report`: the step has {len(args)} arguments, so none at"
+            f" {beyond} can be donated."
+        )
 
     def arrays_of(tree):
         return jax.tree.map(lambda leaf: leaf if _trees.is_array(leaf) else None, tree)
@@ -313,23 +472,37 @@ def _lowered(
         return leaf if array is None else array
 
     def of_arrays(*argument):  # the name that XLA gives each array
-        return arrays_of(step(*jax.tree.map(put, argument, args, is_leaf=lambda leaf: leaf is None)))
+        return arrays_of(
+            step(*jax.tree.map(put, argument, args, is_leaf=lambda leaf: leaf is None))
+        )
 
     traced = jax.jit(of_arrays, donate_argnums=donate_argnums).trace(*arrays_of(args))
     return traced.lower(lowering_platforms=platforms), traced.jaxpr
 
 
 def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:
-    """Return shapes of arguments on devices of a target, where they are, if any is, else on one; and their mesh."""
+    """Return shapes of arguments on devices of a target, where they are, if any is,
+    else on one; and their mesh.
+    """
     leaves = [leaf for leaf in jax.tree.leaves(args) if _trees.is_array(leaf)]
     if not leaves:
-        raise ValueError("`step_report`: a step without arrays among its arguments has no device to be compiled for.")
+        raise ValueError(
+            "`step_report`: a step without arrays among its arguments has no device to"
+            " be compiled for."
+        )
     kind = devices[0].device_kind
 
     def is_there(mesh):
-        return isinstance(mesh, Mesh) and not mesh.empty and mesh.devices.flat[0].device_kind == kind
+        return (
+            isinstance(mesh, Mesh)
+            and not mesh.empty
+            and mesh.devices.flat[0].device_kind == kind
+        )
 
-    mesh = next(filter(is_there, [*map(_mesh_of, leaves), jax.sharding.get_mesh()]), Mesh(devices, ("device",)))
+    mesh = next(
+        filter(is_there, [*map(_mesh_of, leaves), jax.sharding.get_mesh()]),
+        Mesh(devices, ("device",)),
+    )
 
     def placed(leaf):
         if not _trees.is_array(leaf):
@@ -337,7 +510,9 @@ def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:
         own, sharding = _mesh_of(leaf), NamedSharding(mesh, PartitionSpec())
         if is_there(own):
             sharding = leaf.sharding
-        elif isinstance(own, AbstractMesh) and own.shape == mesh.shape:  # of `jax.eval_shape`: it knows no devices
+        elif (
+            isinstance(own, AbstractMesh) and own.shape == mesh.shape
+        ):  # of `jax.eval_shape`: it knows no devices
             sharding = NamedSharding(mesh, leaf.sharding.spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -347,4 +522,11 @@ def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:
 def _mesh_of(args: Any) -> Any:
     """Return the mesh of the first argument that is on one; None if none is."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+    return next(
+        (
+            sharding.mesh
+            for sharding in shardings
+            if isinstance(sharding, NamedSharding)
+        ),
+        None,
+    )

@@ -20,30 +20,65 @@ class Target:
     name: str  # what it is called
     memory_bytes: int  # its memory
     bandwidth: float  # bytes a second between that memory and the chip
-    rates: Mapping[str, float]  # FLOPs a second of dense products, by the dtype of their operands, as in a report
-    # Of a GPU: `cores`, arithmetic `units` of each, `clock` in GHz, bytes of `cache` and of `shared` memory a core, and
-    # its compute `capability`, such as `(9, 0)`. Without them memory can be planned, but nothing is compiled.
-    gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what XLA must know of its chip, as `TARGETS` has
+    rates: Mapping[
+        str, float
+    ]  # FLOPs a second of dense products, by the dtype of their operands, as in a report
+    # Of a GPU: `cores`, arithmetic `units` of each, `clock` in GHz, bytes of `cache`
+    # and of `shared` memory a core, and its compute `capability`, such as `(9, 0)`.
+    # Without them memory can be planned, but nothing is compiled.
+    gpu: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # what XLA must know of its chip, as `TARGETS` has
     tpu: str = ""  # for a TPU, what JAX calls it
-    launch_seconds: float = 2e-6  # that each kernel takes at least: an estimate, not a published figure
-    float32: str = "tf32"  # how it multiplies float32 numbers unless more is asked for, as in the rows of a report
+    launch_seconds: float = (
+        2e-6  # that each kernel takes at least: an estimate, not a published figure
+    )
+    # how it multiplies float32 numbers unless more is asked for, as in the rows of a
+    # report
+    float32: str = "tf32"
 
     @property
     def usable_bytes(self) -> int:
-        """The part of its memory that JAX uses by default: 75% of a GPU's (see XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+        """The part of its memory that JAX uses by default: 75% of a GPU's (see
+        XLA_PYTHON_CLIENT_MEM_FRACTION).
+        """
         return self.memory_bytes if self.tpu else self.memory_bytes * 3 // 4
 
     def bound_seconds(self, moved_bytes: int, flops: Mapping[str, int]) -> float:
-        """Return what a kernel takes at least: the larger of bytes over bandwidth and FLOPs over rate, and a launch."""
+        """Return what a kernel takes at least: the larger of bytes over bandwidth and
+        FLOPs over rate, and a launch.
+        """
         fastest = max(self.rates.values())
-        work = sum(count / self.rates.get(dtype.split(" ")[0], fastest) for dtype, count in flops.items())
+        work = sum(
+            count / self.rates.get(dtype.split(" ")[0], fastest)
+            for dtype, count in flops.items()
+        )
         return max(moved_bytes / self.bandwidth, work) + self.launch_seconds
 
 
 # What XLA asks for and no maker publishes is what the driver of such a GPU reports.
-_AMPERE = {"cores": 108, "units": 64, "clock": 1.41, "cache": 40 * 2**20, "shared": 164 * 2**10, "capability": (8, 0)}
-_HOPPER = {"cores": 132, "units": 128, "clock": 1.98, "cache": 50 * 2**20, "shared": 228 * 2**10, "capability": (9, 0)}
-_BLACKWELL = _HOPPER | {"cores": 148, "clock": 1.965, "cache": 126 * 2**20, "capability": (10, 0)}
+_AMPERE = {
+    "cores": 108,
+    "units": 64,
+    "clock": 1.41,
+    "cache": 40 * 2**20,
+    "shared": 164 * 2**10,
+    "capability": (8, 0),
+}
+_HOPPER = {
+    "cores": 132,
+    "units": 128,
+    "clock": 1.98,
+    "cache": 50 * 2**20,
+    "shared": 228 * 2**10,
+    "capability": (9, 0),
+}
+_BLACKWELL = _HOPPER | {
+    "cores": 148,
+    "clock": 1.965,
+    "cache": 126 * 2**20,
+    "capability": (10, 0),
+}
 _GRACE_BLACKWELL = _BLACKWELL | {"cores": 152, "clock": 2.062, "cache": 135528448}
 _GPU = """
 gpu_device_info {{
@@ -70,14 +105,37 @@ def _rates(f32: float, tf32: float, bf16: float, *f8: float) -> dict[str, float]
 _TPU: dict[str, Any] = {"launch_seconds": 0, "float32": "bf16 (f32)"}
 _HOPPER_RATES = _rates(66.9e12, 494.7e12, 989.4e12, 1978.9e12)
 TARGETS = {
-    "rtx4090": Target("GeForce RTX 4090", 24 * 2**30, 1.008e12, _rates(82.6e12, 82.6e12, 165.2e12, 330.3e12)),
-    "l40s": Target("L40S", 48 * 10**9, 0.864e12, _rates(91.6e12, 183e12, 362e12, 733e12)),
-    "a100": Target("A100-SXM4-80GB", 80 * 2**30, 2.039e12, _rates(19.5e12, 156e12, 312e12), _AMPERE),
+    "rtx4090": Target(
+        "GeForce RTX 4090",
+        24 * 2**30,
+        1.008e12,
+        _rates(82.6e12, 82.6e12, 165.2e12, 330.3e12),
+    ),
+    "l40s": Target(
+        "L40S", 48 * 10**9, 0.864e12, _rates(91.6e12, 183e12, 362e12, 733e12)
+    ),
+    "a100": Target(
+        "A100-SXM4-80GB", 80 * 2**30, 2.039e12, _rates(19.5e12, 156e12, 312e12), _AMPERE
+    ),
     "h100": Target("H100 80GB HBM3", 80 * 2**30, 3.35e12, _HOPPER_RATES, _HOPPER),
-    "h100-nvl": Target("H100 NVL", 94 * 10**9, 3.9e12, _rates(60e12, 417.5e12, 835.5e12, 1670.5e12)),
+    "h100-nvl": Target(
+        "H100 NVL", 94 * 10**9, 3.9e12, _rates(60e12, 417.5e12, 835.5e12, 1670.5e12)
+    ),
     "h200": Target("H200", 141 * 10**9, 4.8e12, _HOPPER_RATES, _HOPPER),
-    "b200": Target("B200", 180 * 10**9, 7.7e12, _rates(75e12, 1100e12, 2250e12, 4500e12), _BLACKWELL),
-    "gb200": Target("GB200", 186 * 10**9, 8e12, _rates(80e12, 1250e12, 2500e12, 5000e12), _GRACE_BLACKWELL),
+    "b200": Target(
+        "B200",
+        180 * 10**9,
+        7.7e12,
+        _rates(75e12, 1100e12, 2250e12, 4500e12),
+        _BLACKWELL,
+    ),
+    "gb200": Target(
+        "GB200",
+        186 * 10**9,
+        8e12,
+        _rates(80e12, 1250e12, 2500e12, 5000e12),
+        _GRACE_BLACKWELL,
+    ),
     "v5e": Target("TPU v5e", 16 * 2**30, 0.819e12, {"bf16": 197e12}, tpu="v5e", **_TPU),
     "v6e": Target("TPU v6e", 32 * 2**30, 1.64e12, {"bf16": 918e12}, tpu="v6e", **_TPU),
 }
@@ -88,64 +146,112 @@ def get_target(given: "str | Target") -> Target:
     if isinstance(given, Target):
         return given
     if given not in TARGETS:
-        raise ValueError(f"`step_report`: `target` must be one of {', '.join(TARGETS)} or None, but got {given!r}.")
+        raise ValueError(
+            f"`step_report`: `target` must be one of {', '.join(TARGETS)} or None, but"
+            f" got {given!r}."
+        )
     return TARGETS[given]
 
 
 def target_here() -> Target | None:
-    """Return the target that this machine's first device is; None if its figures are not known.
+    """Return the target that this machine's first device is; None if its figures are
+    not known.
 
-    The whole name must match: an H100 PCIe, a slice of an H100 (MIG) and an A100 of 40 GB have others.
+    The whole name must match: an H100 PCIe, a slice of an H100 (MIG) and an A100 of 40
+    GB have others.
     """
-    kind = jax.devices()[0].device_kind.removeprefix("NVIDIA ").replace(" lite", "e")  # "TPU v5 lite" is a v5e
+    kind = (
+        jax.devices()[0].device_kind.removeprefix("NVIDIA ").replace(" lite", "e")
+    )  # "TPU v5 lite" is a v5e
     return next((target for target in TARGETS.values() if target.name == kind), None)
 
 
 def target_devices(target: "str | Target", count: int = 1) -> list[Any]:
-    """Return devices of a machine that is not here, to compile for: nothing can be run or stored on them.
+    """Return devices of a machine that is not here, to compile for: nothing can be run
+    or stored on them.
 
     Args:
-        target: `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"`, `"v5e"` or `"v6e"`, or a `Target`.
+        target: `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"`, `"v5e"` or `"v6e"`,
+            or a `Target`.
         count: how many GPUs one machine has, or 1 to 8 TPUs of one host.
 
     Returns:
-        A list for `jax.sharding.Mesh`. The shardings of the shapes that `step_report` gets stand on such a mesh.
+        A list for `jax.sharding.Mesh`. The shardings of the shapes that `step_report`
+        gets stand on such a mesh.
 
     Raises:
-        ValueError: if the target is not known or cannot be compiled for, or the count is below 1 or too large.
-        RuntimeError: if the plugin that compiles for it is missing, or JAX started without leave to do without a GPU.
+        ValueError: if the target is not known or cannot be compiled for, or the count
+            is below 1 or too large.
+        RuntimeError: if the plugin that compiles for it is missing, or JAX started
+            without leave to do without a GPU.
     """
     target = get_target(target)
     if count < 1:
-        raise ValueError(f"`target_devices`: `count` must be 1 or more, but got {count}.")
+        raise ValueError(
+            f"`target_devices`: `count` must be 1 or more, but got {count}."
+        )
     if not target.tpu:
         return _gpus(target, count)
     if importlib.util.find_spec("libtpu") is None:
-        raise RuntimeError(f'The compiler for the {target.name} is not installed: pip install "jax[tpu]".')
+        raise RuntimeError(
+            f"The compiler for the {target.name} is not installed: pip install"
+            ' "jax[tpu]".'
+        )
     if count > 8:
-        raise ValueError(f"`target_devices`: a host has up to 8 {target.name}, but got {count}.")
+        raise ValueError(
+            f"`target_devices`: a host has up to 8 {target.name}, but got {count}."
+        )
     slice_shape = "2x2x1" if count <= 4 else "2x4x1"
-    return list(topologies.get_topology_desc(f"{target.tpu}:{slice_shape}", "tpu").devices[:count])
+    return list(
+        topologies.get_topology_desc(f"{target.tpu}:{slice_shape}", "tpu").devices[
+            :count
+        ]
+    )
 
 
 def _gpus(target: Target, count: int) -> list[Any]:
     if not target.gpu:
-        raise ValueError(f"`target_devices`: the {target.name} can be planned for (`mpx plan`), but not compiled for.")
-    version = next((version for name, version in _CUDA.items() if importlib.util.find_spec(f"jax_{name}_plugin")), "")
+        raise ValueError(
+            f"`target_devices`: the {target.name} can be planned for (`mpx plan`), but"
+            " not compiled for."
+        )
+    version = next(
+        (
+            version
+            for name, version in _CUDA.items()
+            if importlib.util.find_spec(f"jax_{name}_plugin")
+        ),
+        "",
+    )
     if not version:
-        raise RuntimeError(f'The compiler for the {target.name} is not installed: pip install "jax[cuda13-local]".')
+        raise RuntimeError(
+            f"The compiler for the {target.name} is not installed: pip install"
+            ' "jax[cuda13-local]".'
+        )
     allow_targets()
-    chip = dict(target.gpu) | {"optin": target.gpu["shared"] - 2**10, "bandwidth": int(target.bandwidth)}
-    config = _GPU.format(name=target.name, memory=target.memory_bytes, version=version, **chip)
+    chip = dict(target.gpu) | {
+        "optin": target.gpu["shared"] - 2**10,
+        "bandwidth": int(target.bandwidth),
+    }
+    config = _GPU.format(
+        name=target.name, memory=target.memory_bytes, version=version, **chip
+    )
     try:
-        return list(topologies.get_topology_desc("", "cuda", target_config=config, topology=f"1x1x{count}").devices)
+        return list(
+            topologies.get_topology_desc(
+                "", "cuda", target_config=config, topology=f"1x1x{count}"
+            ).devices
+        )
     except NotImplementedError as error:
         raise RuntimeError(
-            f"`target_devices`: JAX started without a GPU, and then it compiles for none. Set {_CONSTRAINTS}=1 in the "
-            "environment before JAX starts; `mpx program` does."
+            "`target_devices`: JAX started without a GPU, and then it compiles for"
+            f" none. Set {_CONSTRAINTS}=1 in the environment before JAX starts; `mpx"
+            " program` does."
         ) from error
 
 
 def allow_targets() -> None:
-    """Let JAX's CUDA plugin start on a machine without a GPU. It reads this when the first backend starts."""
+    """Let JAX's CUDA plugin start on a machine without a GPU. It reads this when the
+    first backend starts.
+    """
     os.environ.setdefault(_CONSTRAINTS, "1")

@@ -1,4 +1,6 @@
-"""Read the text of a program of XLA: as it was lowered, or compiled, which is optimized and scheduled."""
+"""Read the text of a program of XLA: as it was lowered, or compiled, which is optimized
+and scheduled.
+"""
 
 import dataclasses
 import functools
@@ -13,15 +15,25 @@ _LINE = re.compile(
     r"(?P<shapes>.*?) (?P<op>[a-z][\w\-]*)\((?P<operands>[^)]*)\)(?P<attributes>.*)$"
 )
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)"
+)
 # A TPU's own memories, which only its layouts in tiles have, and the host's.
 _ELSEWHERE = re.compile(r"T\(.*S\(|\{:S\(|S\(5\)")
-_MPX = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir))
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", _MPX + os.sep)
+_MPX = os.path.normpath(
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
+)
+_INSTALLED = (
+    f"{os.sep}site-packages{os.sep}",
+    f"{os.sep}dist-packages{os.sep}",
+    _MPX + os.sep,
+)
 
 
 class Shape(NamedTuple):
-    """The dtype of an array, as XLA calls it, its dimensions, and how and where it lies in memory."""
+    """The dtype of an array, as XLA calls it, its dimensions, and how and where it lies
+    in memory.
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -40,7 +52,9 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the array in the device's memory: none on the chip of a TPU, or on the host."""
+        """Bytes of the array in the device's memory: none on the chip of a TPU, or on
+        the host.
+        """
         return 0 if _ELSEWHERE.search(self.layout) else self.size
 
     def __str__(self) -> str:
@@ -54,7 +68,9 @@ class Instruction:
     op: str
     shapes: tuple[Shape, ...]  # of its results
     operands: tuple["Instruction", ...]  # one that stands twice stands twice
-    called: tuple[tuple["Instruction", ...], ...]  # the computations that it runs; of a loop the body
+    called: tuple[
+        tuple["Instruction", ...], ...
+    ]  # the computations that it runs; of a loop the body
     attributes: str  # the rest of the line
     source: str  # `file.py:line`; empty if it is not known
     is_root: bool  # whether it is the result of its computation
@@ -68,18 +84,28 @@ class Instruction:
 
     @functools.cached_property
     def operation(self) -> str:
-        """The name of a library call, or the operation without the word that says that others run beside it."""
-        return self.attribute(r'custom_call_target="([^"]+)"') or self.op.removesuffix("-start")
+        """The name of a library call, or the operation without the word that says that
+        others run beside it.
+        """
+        return self.attribute(r'custom_call_target="([^"]+)"') or self.op.removesuffix(
+            "-start"
+        )
 
     @property
     def trips(self) -> int | None:
         """How often it runs what it calls; None for a loop of unknown length."""
-        known = self.attribute(r'known_trip_count":\{"n":"(\d+)"') if self.op == "while" else "1"
+        known = (
+            self.attribute(r'known_trip_count":\{"n":"(\d+)"')
+            if self.op == "while"
+            else "1"
+        )
         return None if known is None else int(known)
 
     @property
     def results(self) -> tuple[Shape, ...]:
-        """Return what it makes: of the start of an asynchronous operation, not what that hands on."""
+        """Return what it makes: of the start of an asynchronous operation, not what
+        that hands on.
+        """
         if self.op == "copy-start":
             return self.shapes[:1]
         hands_on = self.op.endswith("-start") and len(self.shapes) > len(self.operands)
@@ -88,7 +114,11 @@ class Instruction:
     @property
     def parts(self) -> tuple["Instruction", ...]:
         """The operations of a fusion; of another operation itself."""
-        return sum((part.parts for part in self.called[0]), ()) if self.op == "fusion" else (self,)
+        return (
+            sum((part.parts for part in self.called[0]), ())
+            if self.op == "fusion"
+            else (self,)
+        )
 
 
 def parse(text: str) -> tuple[Instruction, ...]:
@@ -102,7 +132,9 @@ def parse(text: str) -> tuple[Instruction, ...]:
         if found := _HEAD.match(line):
             head, body = found, {}
         elif head and line.startswith("}"):
-            computations[head["name"]] = tuple(body.values())  # it stands in front of those that call it
+            computations[head["name"]] = tuple(
+                body.values()
+            )  # it stands in front of those that call it
             if head["is_entry"]:
                 return computations[head["name"]]
         elif match := _LINE.match(line):
@@ -110,15 +142,22 @@ def parse(text: str) -> tuple[Instruction, ...]:
             body[match["name"]] = Instruction(
                 op=match["op"],
                 shapes=_shapes(match["shapes"]),
-                operands=tuple(body[name] for name in _names(match["operands"]) if name in body),
-                called=tuple(computations[name] for name in _names(" ".join(_CALLED.findall(match["attributes"])))),
+                operands=tuple(
+                    body[name] for name in _names(match["operands"]) if name in body
+                ),
+                called=tuple(
+                    computations[name]
+                    for name in _names(" ".join(_CALLED.findall(match["attributes"])))
+                ),
                 attributes=match["attributes"],
                 source=sources.get(frame[1], "") if frame else "",
                 is_root=bool(match["root"]),
                 number=int(match["operands"]) if match["op"] == "parameter" else None,
                 is_donated=match["op"] == "parameter" and match["operands"] in donated,
             )
-    raise ValueError("This text has no entry computation: it is not a compiled program of XLA.")
+    raise ValueError(
+        "This text has no entry computation: it is not a compiled program of XLA."
+    )
 
 
 def _names(text: str) -> list[str]:
@@ -134,7 +173,9 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _sources(text: str) -> dict[str, str]:
-    """Return the line of each stack frame, or of the innermost frame around it outside of installed packages."""
+    """Return the line of each stack frame, or of the innermost frame around it outside
+    of installed packages.
+    """
     tables: dict[str, dict[str, str]] = {}
     table: dict[str, str] = {}
     for line in text.splitlines():
@@ -145,18 +186,27 @@ def _sources(text: str) -> dict[str, str]:
     files, locations = tables.get("FileNames", {}), tables.get("FileLocations", {})
     lines: dict[str, str] = {}
     own: dict[str, str] = {}
-    for frame, row in tables.get("StackFrames", {}).items():  # a frame stands behind those around it
+    for frame, row in tables.get(
+        "StackFrames", {}
+    ).items():  # a frame stands behind those around it
         fields = dict(re.findall(r"(\w+)=(\d+)", row))
         place = dict(re.findall(r"(\w+)=(\d+)", locations[fields["file_location_id"]]))
         file = files[place["file_name_id"]].strip('"')
         lines[frame] = f"{_short(file)}:{place['line']}"
-        # XLA counts parents from 1 for "none", so that the outermost frame seems to be its own.
+        # XLA counts parents from 1 for "none", so that the outermost frame seems to be
+        # its own.
         outer = own.get(str(int(fields.get("parent_frame_id", 0)) - 1), "")
         own[frame] = outer if any(part in file for part in _INSTALLED) else lines[frame]
     return {frame: own[frame] or line for frame, line in lines.items()}
 
 
 def _short(file: str) -> str:
-    """Return a file relative to the working directory if it is below it, else its last two parts."""
+    """Return a file relative to the working directory if it is below it, else its last
+    two parts.
+    """
     relative = os.path.relpath(file)
-    return relative if not relative.startswith(os.pardir) else os.sep.join(file.split(os.sep)[-2:])
+    return (
+        relative
+        if not relative.startswith(os.pardir)
+        else os.sep.join(file.split(os.sep)[-2:])
+    )
