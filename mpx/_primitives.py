@@ -56,20 +56,17 @@ _RECEIVED = Facts(moves="received", linear=True, communicates=True)
 _TOTAL = Facts(linear=True, communicates=True)
 _ROWS = {
     "conv_general_dilated dot_general ragged_dot_general": Facts(contraction=True),
-    "product_that_may_be_mapped": Facts(
-        linear=True
-    ),  # of autocast: a product of a vector and a matrix
+    # Of autocast: a product of a vector and a matrix.
+    "product_that_may_be_mapped": Facts(linear=True),
     # The operands themselves.
     "copy name": _ITSELF,
     "optimization_barrier pvary stop_gradient": _FREE._replace(moves="same"),
-    "value_with_derivative_of": _FREE._replace(
-        triton="none"
-    ),  # of autocast: the first operand
+    # Of autocast: the first operand.
+    "value_with_derivative_of": _FREE._replace(triton="none"),
     "kept_between_passes": _ITSELF._replace(triton="none"),  # of `checkpoint`
     "rounding_kept": _ITSELF._replace(triton="none"),  # of autocast
-    "cotangent_watched": _ITSELF._replace(
-        triton="none"
-    ),  # of gradients around autocast
+    # Of gradients around autocast.
+    "cotangent_watched": _ITSELF._replace(triton="none"),
     "layout_constraint": _FREE._replace(moves="same", triton="none"),
     "device_put": _KEPT._replace(moves="same", triton="none"),
     "sharding_constraint": _ITSELF._replace(communicates=True),
@@ -87,31 +84,35 @@ _ROWS = {
     "pad": Facts(cheap=True, moves="chosen"),
     "reduce_max reduce_min": Facts(moves="chosen", blocks="reduce"),
     "reduce_and reduce_or": Facts(blocks="reduce"),
-    "cummax cummin dynamic_update_slice reduce_window_max reduce_window_min scatter sort top_k": Facts(
-        moves="chosen"
-    ),
+    (
+        "cummax cummin dynamic_update_slice reduce_window_max reduce_window_min "
+        "scatter sort top_k"
+    ): Facts(moves="chosen"),
     # Elements of other devices, and sums over them.
-    "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute ragged_all_to_all": (
-        _RECEIVED
-    ),
+    (
+        "all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast "
+        "ppermute ragged_all_to_all"
+    ): _RECEIVED,
     "pmax pmin": Facts(moves="chosen", communicates=True),
     "psum psum_invariant reduce_scatter": _TOTAL,
     "reduce_sum": Facts(linear=True, blocks="reduce"),
     # Arithmetic on elements.
-    "abs add add_any bitcast_convert_type ceil conj convert_element_type floor imag mul polynomial real rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sqrt square sub": (
-        _FREE
-    ),
-    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh exp exp2 expm1 log log1p pow sin sinh tan tanh": (
-        _CURVE
-    ),
+    (
+        "abs add add_any bitcast_convert_type ceil conj convert_element_type floor "
+        "imag mul polynomial real rem round rsqrt shift_left shift_right_arithmetic "
+        "shift_right_logical sign sqrt square sub"
+    ): _FREE,
+    (
+        "acos acosh asin asinh atan atan2 atanh cbrt cos cosh exp exp2 expm1 log "
+        "log1p pow sin sinh tan tanh"
+    ): _CURVE,
     "erf erfc": _CURVE._replace(triton="none"),
     "logistic": _CURVE._replace(triton="32 bits"),
     "neg": _FREE._replace(linear=True),
     "div integer_pow nextafter": _FREE._replace(triton="32 bits"),
     "reduce_precision": _FREE._replace(triton="none"),
-    "one_minus_square reciprocal": _FREE._replace(
-        triton="none"
-    ),  # derivatives of tanh and quotients since jax 0.11
+    # Derivatives of tanh and quotients since jax 0.11.
+    "one_minus_square reciprocal": _FREE._replace(triton="none"),
     "and eq ge gt is_finite le lt ne not or xor": _KEPT,
     "erf_inv": _KEPT._replace(triton="32 bits"),
     "digamma lgamma": _KEPT._replace(triton="none"),
