@@ -299,7 +299,7 @@ def _recommended_scale(dtype: np.dtype, largest: float, is_normal: bool) -> floa
     """Return 1 if no scale is needed, else the largest power of two that leaves the
     head-room.
     """
-    infinite_from = fates.edges_of(dtype)[3].view(np.float32)
+    infinite_from = float(fates.edges_of(dtype)[3].view(np.float32))
 
     def fits(scale):
         return math.ldexp(largest, _HEADROOM) * scale < infinite_from

@@ -61,6 +61,7 @@ def test_the_shares_at_every_scale_are_those_of_casts_on_the_host(dtype):
     )
 )
 @example([2.0**-14, 2.0**-14, 0.0, np.inf])
+@example([0.0, 0.0, 0.0, 2.0**100])  # too large for float32 once it is scaled
 @example(
     [2.0**-20, 2.0**-14, 0.0, 65520 * 2.0**-8]
 )  # where 16 times the largest, scaled by 16, is infinite
