@@ -18,7 +18,7 @@ rest.
   on the line through both, or just below: the program of that depth is made, and its
   peak shown.
 - Rules: AdamW beside Muon, of whose matrices each is whole on one GPU
-  (`mpx.whole_matrices`).
+  (`mpx.each_matrix`).
 """
 
 from collections.abc import Iterator

@@ -55,26 +55,33 @@ def is_matrix(path: Any, p: Any) -> bool:
     return p.ndim == 2 and "embedding" not in jax.tree_util.keystr(path)
 
 
+def by_shape(update: jax.Array) -> jax.Array:
+    """Scale a matrix's update as Muon does: by the root of outputs over inputs."""
+    inputs, outputs = update.shape[-2:]
+    return max(1.0, outputs / inputs) ** 0.5 * update
+
+
 def make_tx(
     hyperparameters: training.Hyperparameters, options: dict[str, Any], how: str
 ) -> Any:
     """Return Muon with a schedule, and what a case puts around it."""
     schedule = hyperparameters.schedule()
-    numbers = lambda path, p: (
-        optax.contrib.MuonDimensionNumbers() if is_matrix(path, p) else None
+    muon = optax.chain(
+        optax.trace(0.95, nesterov=True),
+        mpx.each_matrix(mpx.newton_schulz, **options),
+        optax.stateless(lambda updates, _: jax.tree.map(by_shape, updates)),
+        optax.add_decayed_weights(hyperparameters.weight_decay),
+        optax.scale_by_learning_rate(lambda step: schedule(step) * (RATE / ADAM_RATE)),
     )
-    rule = optax.contrib.muon(
-        lambda step: schedule(step) * (RATE / ADAM_RATE),
-        weight_decay=hyperparameters.weight_decay,
-        adam_learning_rate=schedule,
-        adam_b2=hyperparameters.b2,
-        muon_weight_dimension_numbers=lambda params: jax.tree.map_with_path(
-            numbers, params
-        ),
-    )
+    adam = optax.adamw(schedule, b2=hyperparameters.b2, weight_decay=0.0)
     tx = optax.chain(
         optax.clip_by_global_norm(hyperparameters.clip_norm),
-        mpx.whole_matrices(rule, **options),
+        optax.partition(
+            {"muon": muon, "adam": adam},
+            lambda params: jax.tree.map_with_path(
+                lambda path, p: "muon" if is_matrix(path, p) else "adam", params
+            ),
+        ),
     )
     if how == "8-bit":
         return mpx.low_precision_state(tx, IN_8_BITS)

@@ -235,26 +235,24 @@ def make_rule(
             optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1)
         )
 
-    def dimensions(
-        params: Any,
-    ) -> Any:  # of the stacks of matrices, (depth, inputs, outputs)
-        return jax.tree.map(
-            lambda p: (
-                optax.contrib.MuonDimensionNumbers(-2, -1) if p.ndim == 3 else None
-            ),
-            params,
-        )
-
-    return mpx.chain(
-        optax.clip_by_global_norm(1.0),
-        mpx.whole_matrices(products="f16", sent="bf16"),
-        optax.contrib.muon(
-            learning_rate,
-            weight_decay=0.1,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=dimensions,
-        ),
+    muon = optax.chain(
+        optax.trace(0.95, nesterov=True),
+        mpx.each_matrix(mpx.newton_schulz, products="f16", sent="bf16"),
+        optax.stateless(lambda updates, _: jax.tree.map(as_large_as_adams, updates)),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(learning_rate),
     )
+    rules = {"muon": muon, "adam": optax.adamw(learning_rate, weight_decay=0.1)}
+
+    def rule_of(params: Any) -> Any:  # stacks of matrices are (depth, inputs, outputs)
+        return jax.tree.map(lambda p: "muon" if p.ndim == 3 else "adam", params)
+
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.partition(rules, rule_of))
+
+
+def as_large_as_adams(update: jax.Array) -> jax.Array:
+    """Scale what Muon makes of matrices, so that AdamW's rate and decay fit."""
+    return 0.2 * max(update.shape[-2:]) ** 0.5 * update
 
 
 def make_step(

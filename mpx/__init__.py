@@ -39,7 +39,8 @@ from mpx._loss_scale import LossScale as LossScale
 from mpx._loss_scale import NoOpLossScale as NoOpLossScale
 from mpx._loss_scale import StaticLossScale as StaticLossScale
 from mpx._mixed_precision import mixed_precision as mixed_precision
-from mpx._parallel.whole_matrices import whole_matrices as whole_matrices
+from mpx._parallel.each_matrix import each_matrix as each_matrix
+from mpx._parallel.newton_schulz import newton_schulz as newton_schulz
 from mpx._parallel.zero1 import zero1 as zero1
 from mpx._parallel.zero1 import zero1_shardings as zero1_shardings
 from mpx._policy import Policy as Policy

@@ -122,7 +122,7 @@ def chain(
     Args:
         *elements: Optax transformations, and `zero1(mesh)`, `loss_scaling()`,
             `mixed_precision(recipe)`, `master_weights(storage="split")`, `upcast()`,
-            `low_precision_state(formats)`, `whole_matrices()`, `kahan_summation()`,
+            `low_precision_state(formats)`, `kahan_summation()`,
             `stochastic_rounding(key)`. `zero1` stands first, then `loss_scaling`, then
             `master_weights`, so that clipping and every other rule sees gradients that
             are unscaled and in float32.

@@ -1,6 +1,4 @@
-"""Optimizers of other people that multiply matrices, inside of `mpx.whole_matrices` on
-eight devices.
-"""
+"""Optimizers of other people that multiply matrices, on eight devices."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +59,7 @@ def numbers(tree):
 def test_aura_with_muon_trains_on_eight_devices_as_on_one():
     one, eight = (
         trained(muon_aura(1e-2), PARAMS),
-        trained(mpx.whole_matrices(muon_aura(1e-2)), PARAMS, by_rows),
+        trained(muon_aura(1e-2), PARAMS, by_rows),
     )
     np.testing.assert_allclose(numbers(eight[0]), numbers(one[0]), rtol=0, atol=2e-6)
     np.testing.assert_allclose(numbers(eight[1]), numbers(one[1]), rtol=0, atol=5e-5)
@@ -70,17 +68,8 @@ def test_aura_with_muon_trains_on_eight_devices_as_on_one():
     assert np.abs(numbers(one[0]) - numbers(adam)).max() > 1e-2  # so Muon did something
 
 
-def test_psgd_multiplies_several_leaves_in_one_operation_which_is_refused():
-    tx = mpx.whole_matrices(psgdax.kron(1e-2))
-    with pytest.raises(
-        ValueError,
-        match=r"products of several leaves in one operation.*: one, other, square",
-    ):
-        trained(tx, PARAMS, by_rows)
-
-
 def test_psgd_of_one_leaf_trains_on_eight_devices_as_on_one():
     params = {"one": PARAMS["one"]}
     one = trained(psgdax.kron(1e-2), params)
-    eight = trained(mpx.whole_matrices(psgdax.kron(1e-2)), params, by_rows)
+    eight = trained(psgdax.kron(1e-2), params, by_rows)
     np.testing.assert_allclose(numbers(eight[0]), numbers(one[0]), rtol=0, atol=1e-4)

@@ -118,13 +118,11 @@ def trained_by_muon():
     """Return the end of three steps on seven matrices: each device has a part of each,
     and multiplies one at most.
     """
-    numbers = lambda params: jax.tree.map(
-        lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params
-    )
     tx = mpx.chain(
         mpx.mixed_precision("bf16-split24-8bit", key=jax.random.key(0)),
-        mpx.whole_matrices(products="f16", sent="bf16"),
-        optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers),
+        optax.trace(0.95, nesterov=True),
+        mpx.each_matrix(mpx.newton_schulz, products="f16", sent="bf16"),
+        optax.scale(-1e-2),
     )
     random = np.random.default_rng(0).normal(size=(4, 7, 64, 128)).astype(jnp.bfloat16)
     params, *gradients = ({"stack": jax.device_put(x, P(None, "data"))} for x in random)

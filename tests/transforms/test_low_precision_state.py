@@ -336,7 +336,6 @@ def test_both_parts_of_complex_moments_are_stored_by_a_rule_that_splits_them():
     ("rule", "recipe", "warns"),
     [
         (optax.contrib.muon(1e-3), "bf16-split24-4bit", True),
-        (mpx.whole_matrices(optax.contrib.muon(1e-3)), "bf16-split24-4bit", True),
         (optax.contrib.muon(1e-3), "bf16-split24-8bit", False),
         (optax.adam(1e-3), "bf16-split24-4bit", False),
     ],

@@ -396,8 +396,8 @@ def products_of_a_rule(step: CompiledStep) -> Iterator[Finding]:
         ],
         "A rule multiplies matrices that lie on several devices, which send them for"
         " each product ({count})",
-        "Give each device whole matrices: `mpx.whole_matrices(rule)`, and fewer bytes"
-        ' with `sent="bf16"`.',
+        "Write the rule as a chain that gives each device whole matrices:"
+        ' `mpx.each_matrix(mpx.newton_schulz, sent="bf16")` for Muon.',
         step.least_bytes,
     )
 
@@ -631,7 +631,7 @@ def float32_products(step: CompiledStep) -> Iterator[Finding]:
             "Look for an array that nobody cast: one that the function closes over, or"
             " a gradient of a product with `preferred_element_type=float32`."
             " `mpx.autocast` casts both. For an optimizer that multiplies matrices"
-            ' (Muon): `mpx.whole_matrices(rule, products="f16")`.',
+            ' (Muon): `mpx.each_matrix(mpx.newton_schulz, products="f16")`.',
         )
 
 
