@@ -5,6 +5,7 @@ places, and gets a program for one device: a loop in which devices exchange part
 matrices, so that each has a whole one, compute, and send the parts of the result back.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
@@ -221,7 +222,22 @@ class _Matrices(NamedTuple):
             ways = [self.way_of(x, mesh) for x in where]
             everywhere = NamedSharding(mesh, PartitionSpec())
             places = where, where, jax.tree.map(lambda _: everywhere, closed_over)
-            return mesh, lambda like, *given: of_device(ways, *given), where, places
+            given = [
+                jax.ShapeDtypeStruct(at.shard_shape(x.shape), x.dtype)
+                for x, at in zip(leaves, where, strict=True)
+            ]
+            # Where a compilation runs, the axes of a mesh may be explicit. Then this
+            # traced program is one call, which does not look at types of axes.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                call = jax.make_jaxpr(
+                    jax.jit(functools.partial(of_device, ways)),
+                    axis_env=list(mesh.shape.items()),
+                )(given, closed_over)
+
+            def run(like, *given):
+                return jaxpr_as_fun(call)(*jax.tree.leaves(given))
+
+            return mesh, run, where, places
 
         # A result lies where its parameter does. Nothing else is said of places.
         count = itertools.count()
