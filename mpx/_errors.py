@@ -1,9 +1,12 @@
 """Check what every wrapper is given, and list offending leaves in errors."""
 
+import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from traceback import extract_tb
+from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -32,6 +35,19 @@ def warn(text: str) -> None:
     ):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def line_of_user(traceback: TracebackType | None) -> str:
+    """Return the file and line of a traceback that is nearest to an error and stands
+    neither in mpx nor in JAX; empty if there is none.
+    """
+    ours = tuple(os.path.dirname(module.__file__ or "") for module in (jax, _trees))
+    frames = [
+        frame
+        for frame in extract_tb(traceback)
+        if not frame.filename.startswith((*ours, "<"))
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def listed(names: Sequence[str], most: int) -> str:

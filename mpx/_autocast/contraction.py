@@ -137,7 +137,7 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
 
         def is_narrow(tag):
             return tag.is_narrow_weight or (
-                tag.is_cache and len(batch) > 0
+                tag.is_widened and len(batch) > 0
             )  # a head's part of a cache
 
         is_vector = (is_row and (is_column or not is_narrow(rhs))) or (

@@ -198,7 +198,8 @@ class Planner:
                 "this device has no TF32" if precision.name == "tf32" else reason,
             )
         if precision == precisions.F16 and any(
-            tag.kept_in == precisions.BF16.dtype for tag in tags
+            tag.is_cast and tag.representable_in == precisions.BF16.dtype
+            for tag in tags
         ):
             return _kept(
                 eqn, tags, "f16 has not the range of what the program keeps in bf16"

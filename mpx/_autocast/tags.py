@@ -33,18 +33,10 @@ class Tag(NamedTuple):
         # the dtype that its gradient, of one use, may be rounded to once it is a sum
         None
     )
-    stored_in: np.dtype | None = (
-        # the 16-bit dtype of the argument that it is, perhaps with elements written
-        # over
-        None
-    )
-    moved_in: np.dtype | None = (
-        # the 16-bit dtype of the argument that it has elements of, perhaps beside
-        # others
-        None
-    )
-    is_widened: bool = False  # whether the program has it in 16 bits by its own casts
-    is_cast: bool = False  # whether the program casts an element of it to 16 bits
+    # whether the program has it in 16 bits by its own casts
+    is_widened: bool = False
+    # whether an element is cast to 16 bits by the program, or of a named argument
+    is_cast: bool = False
     # whether it is a narrowed contraction's result: that contraction rounds its
     # cotangent
     is_product: bool = False
@@ -62,26 +54,6 @@ class Tag(NamedTuple):
     def is_narrow_weight(self) -> bool:
         """Return whether it has elements of an argument that is stored in 16 bits."""
         return self.is_argument and self.representable_in is not None
-
-    @property
-    def is_cache(self) -> bool:
-        """Return whether it is read from an array in 16 bits that the program writes
-        to.
-        """
-        return self.is_widened or self.stored_in is not None
-
-    @property
-    def kept_in(self) -> np.dtype | None:
-        """The 16-bit dtype of what the program casts, or of an argument's elements
-        beside others; else None.
-        """
-        return (
-            self.representable_in
-            if self.is_cast
-            else self.moved_in
-            if self.representable_in is None
-            else None
-        )
 
 
 UNKNOWN = Tag()
@@ -128,10 +100,6 @@ def tag_of_elements(
         is_copied=is_broadcast
         or facts.copies_of_operand == "many"
         or any(tag.is_copied for _, tag in arrays),
-        stored_in=(
-            _stored_in(eqn, [tag for _, tag in pairs]) if is_f32(result) else None
-        ),
-        moved_in=shared({tag.moved_in for _, tag in arrays} - {None}),
         is_widened=bool(arrays)
         and all(tag.is_widened or dtype_of(v).itemsize == 2 for v, tag in arrays),
         is_cast=casts or any(tag.is_cast for _, tag in arrays),
@@ -170,23 +138,6 @@ def _common_dtype(
     )
 
 
-def _stored_in(eqn: JaxprEqn, tags: Sequence[Tag]) -> np.dtype | None:
-    """Return `Tag.stored_in` of a result: as in JAX, an array that elements are written
-    to keeps its dtype.
-    """
-    name = eqn.primitive.name
-    writes = name in (
-        "convert_element_type",
-        "dynamic_update_slice",
-        "scatter",
-        "select_n",
-    )
-    dtypes = {tag.stored_in for tag in (tags[1:] if name == "select_n" else tags[:1])}
-    return (
-        shared(dtypes) if writes or facts_of(eqn).copies_of_operand == "one" else None
-    )
-
-
 def common(*tags: Tag) -> Tag:
     """Return the tag of a value that is one of several."""
     return Tag(
@@ -194,8 +145,6 @@ def common(*tags: Tag) -> Tag:
         shared({tag.precision for tag in tags}),
         is_argument=any(tag.is_argument for tag in tags),
         is_copied=any(tag.is_copied for tag in tags),
-        stored_in=shared({tag.stored_in for tag in tags}),
-        moved_in=shared({tag.moved_in for tag in tags}),
         is_widened=all(tag.is_widened for tag in tags),
         is_cast=any(tag.is_cast for tag in tags),
         # `is_product` stays false: the contraction of one branch does not round the

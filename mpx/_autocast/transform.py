@@ -4,8 +4,9 @@ import dataclasses
 import enum
 import functools
 import inspect
+import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,7 +23,6 @@ from mpx._autocast import (
     in_place,
     interpreter,
     recompute,
-    tracing,
 )
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
@@ -32,7 +32,7 @@ from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
 from mpx._autocast.tags import Tag
 from mpx._dtypes import dtype_or_none
 from mpx._fp8 import Fp8
-from mpx._jaxprs import called_jaxpr, constants_of, dtype_of, is_f32, open_jaxpr
+from mpx._jaxprs import called_jaxpr, constants_of, dtype_of, open_jaxpr
 from mpx._loss_scale import NoOpLossScale, StaticLossScale, require_powers_of_two
 from mpx._policy import Policy, get_policy
 from mpx._primitives import facts_of
@@ -55,9 +55,10 @@ class Autocast:
     settings: Settings
     policy: Policy | None  # if the user gave one, and not a dtype
     checkpoint: Callable[..., Any] | None  # a policy of `jax.checkpoint`
-    loss_scale: (
-        NoOpLossScale | StaticLossScale | None
-    )  # if float16 needs no scale from `value_and_grad`
+    # If float16 needs no scale from `value_and_grad`.
+    loss_scale: NoOpLossScale | StaticLossScale | None
+    # The arguments that get no float32 view: numbers, or a pattern of paths.
+    as_they_are: tuple[int, ...] | str = ()
 
     def run(
         self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -95,10 +96,6 @@ class Autocast:
                 values = differentiation.with_cotangents_times(values, scale)
             if self.needs_a_scale and traced.plan.changes:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
-        values = [
-            x if dtype is None else x.astype(dtype)
-            for x, dtype in zip(values, traced.dtypes, strict=True)
-        ]
         result, changes = traced.rebuild(values)
         in_place.hand_back((args, kwargs), changes)
         return result
@@ -140,22 +137,31 @@ class Autocast:
             jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x
             for x in arrays
         ]
-        halves = {
-            n: flat[i][1].dtype
+        kept = self._as_they_are(flat, names)
+        halves = [
+            n
             for n, i in enumerate(positions)
-            if _trees.is_narrower(flat[i][1])
-        }
-        jaxpr = tracing.viewed(program, arrays, halves, _name(self.fun))
+            if i not in kept and _trees.is_narrower(flat[i][1])
+        ]
+
+        def of_views(*arrays):
+            widened = [*arrays]
+            for n in halves:
+                widened[n] = arrays[n].astype(np.float32)
+            return program(*widened)
+
+        try:
+            jaxpr = jax.make_jaxpr(of_views)(*arrays)
+        except TypeError as error:
+            _explain_dtypes(error)
+            raise
         tags = [
             Tag(
                 _represented(views[i]),
                 self._override(names[flat[i][0]], leaves[i]),
                 is_argument=True,
                 gradient_in=getattr(views[i], "gradient_in", None),
-                stored_in=(
-                    half := leaves[i].dtype if _trees.is_narrower(leaves[i]) else None
-                ),
-                moved_in=half,
+                is_cast=i in kept,
             )
             for i in positions
         ]
@@ -169,28 +175,29 @@ class Autocast:
             if view is not None:
                 view.rounded_to.append(by_position.get(i))
         treedef, static = result
-        dtypes = [tag.stored_in for tag in plan.out_tags]
-        # A result with elements and the shape of an argument in 16 bits, as a cache
-        # that is rolled, is as in plain JAX.
-        shapes = {x.shape for x, tag in zip(arrays, tags, strict=True) if tag.moved_in}
+        return Traced(plan, arrays, treedef, static)
 
-        def is_moved(v, tag):
-            return (
-                is_f32(v)
-                and tag.moved_in
-                and not tag.stored_in
-                and v.aval.shape in shapes
+    def _as_they_are(
+        self, flat: Sequence[tuple[Any, Any]], names: Mapping[Any, str]
+    ) -> set[int]:
+        """Return the positions of leaves that the user wants in their own dtype."""
+        if self.as_they_are == ():
+            return set()
+
+        def is_named(path: Any) -> bool:
+            if isinstance(self.as_they_are, str):
+                return bool(re.search(self.as_they_are, _path_in_argument(names[path])))
+            return path[0].idx == 0 and path[1].idx in self.as_they_are
+
+        kept = {i for i, (path, _) in enumerate(flat) if is_named(path)}
+        if not kept:
+            raise ValueError(
+                f"`autocast`: `as_they_are={self.as_they_are!r}` names no argument of"
+                f" `{_name(self.fun)}`, and no leaf of one. Give numbers of arguments,"
+                " or a pattern that is found in the path of a leaf:"
+                f" {_errors.listed([_path_in_argument(x) for x in names.values()], 4)}."
             )
-
-        results = open_jaxpr(plan.jaxpr).outvars
-        moved = [*map(is_moved, results, plan.out_tags)]
-        if any(moved):
-            own = tracing.dtypes_of_results(program, arrays, halves, results)
-            dtypes = [
-                mine if moves else dtype
-                for mine, moves, dtype in zip(own, moved, dtypes, strict=False)
-            ]
-        return Traced(plan, arrays, dtypes, treedef, static)
+        return kept
 
     @property
     def has_float16(self) -> bool:
@@ -213,9 +220,7 @@ class Autocast:
         """
         if self.policy is None or not _trees.is_floating(leaf):
             return None
-        dtype = self.policy.override_at(
-            "/".join(name.split("/")[2:])
-        )  # without the name of the argument
+        dtype = self.policy.override_at(_path_in_argument(name))
         return None if dtype is None else precisions.precision_of_dtype(dtype)
 
 
@@ -225,9 +230,6 @@ class Traced:
 
     plan: Plan
     arrays: list[Any]  # the arguments that are arrays
-    dtypes: list[
-        np.dtype | None
-    ]  # of the result's arrays; None for those that they are traced with
     treedef: Any  # of the result, and of what the function changes in Flax NNX modules
     static: list[
         Any
@@ -280,6 +282,7 @@ def autocast(
     checkpoint: str | Callable[..., Any] | None = None,
     reduce_dtype: DTypeLike | None = None,
     loss_scale: NoOpLossScale | StaticLossScale | None = None,
+    as_they_are: int | Sequence[int] | str = (),
 ) -> F:
     """Run a function in float32, with its contractions in a lower precision:
     `torch.autocast` for JAX.
@@ -339,20 +342,22 @@ def autocast(
             the caller scales the loss himself, or wants no scale. None warns: gradients
             below 6e-8 become zero in float16.
 
+        as_they_are: what keeps its dtype inside of `fun`, such as a cache in 16 bits
+            that it writes to: numbers of arguments, or a pattern that is found in the
+            path of a leaf, as in the overrides of a policy (`"cache|cached_key"`).
+
     Returns:
-        A function with the arguments of `fun` and its results for float32 arguments.
-        But a 16-bit argument that is returned, as it is, moved, or with elements
-        written into it (`cache.at[i].set(k)`), keeps its dtype, so that a loop can
-        carry it. A carry that is computed is cast by name, `h.astype(jnp.bfloat16)`,
-        since inside `h.dtype` is float32; but an array that meets such casts, as in
-        `cache.at[i].set(k.astype(jnp.bfloat16))`, may be itself. Gradients have the
-        dtypes of the arguments; those of `mpx.value_and_grad` and `mpx.grad` are
-        unrounded float32.
+        A function with the arguments of `fun` and its results for float32 arguments: a
+        parameter in 16 bits that it returns comes back in float32. What
+        `as_they_are` names comes back in the dtype that `fun` gives it, so that a loop
+        can carry a cache. Gradients have the dtypes of the arguments; those of
+        `mpx.value_and_grad` and `mpx.grad` are unrounded float32.
 
     Raises:
         TypeError: if `fun` is not a function; at the call, if a result is neither an
             array nor a pytree.
-        ValueError: if an option has another value.
+        ValueError: if an option has another value; at the call, if `as_they_are` names
+            nothing.
 
     Example:
         >>> layer = lambda w, x: jax.nn.softmax(x @ w)
@@ -372,7 +377,7 @@ def autocast(
         of `torch.amp`.
     """
     record = make_autocast(
-        fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale
+        fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale, as_they_are
     )
     return Function(record)  # type: ignore[return-value]
 
@@ -384,6 +389,7 @@ def make_autocast(
     checkpoint: str | Callable[..., Any] | None,
     reduce_dtype: DTypeLike | None,
     loss_scale: NoOpLossScale | StaticLossScale | None = None,
+    as_they_are: int | Sequence[int] | str = (),
 ) -> Autocast:
     """Check the arguments of `autocast`, and return the parts of an autocast
     function.
@@ -410,13 +416,52 @@ def make_autocast(
         )
     if isinstance(loss_scale, StaticLossScale):
         require_powers_of_two(loss_scale, "autocast")
-    record = Autocast(fun, settings, policy, _checkpoint_policy(checkpoint), loss_scale)
+    record = Autocast(
+        fun,
+        settings,
+        policy,
+        _checkpoint_policy(checkpoint),
+        loss_scale,
+        _checked_names(as_they_are),
+    )
     if isinstance(loss_scale, StaticLossScale) and not record.has_float16:
         raise ValueError(
             f"`autocast`: `loss_scale` was given, but {precision.name} needs none."
             " Leave it out."
         )
     return record
+
+
+def _checked_names(as_they_are: Any) -> tuple[int, ...] | str:
+    if isinstance(as_they_are, str):
+        _errors.require_pattern(as_they_are, "`autocast`: `as_they_are`")
+        return as_they_are
+    numbers = (as_they_are,) if _errors.is_integer(as_they_are) else as_they_are
+    if not isinstance(numbers, Sequence) or not all(map(_errors.is_integer, numbers)):
+        raise TypeError(
+            "`autocast`: `as_they_are` must be numbers of arguments, or a pattern of"
+            f" paths such as 'cache|cached_key', but got {as_they_are!r}."
+        )
+    return tuple(numbers)
+
+
+def _path_in_argument(name: str) -> str:
+    """Return the path of a leaf without the name of the argument."""
+    return "/".join(name.split("/")[2:])
+
+
+def _explain_dtypes(error: TypeError) -> None:
+    """Say what to do to an error of JAX about 16-bit dtypes."""
+    if re.search(r"float16|bf16|f16\b", str(error)):
+        where = _errors.line_of_user(error.__traceback__)
+        error.add_note(
+            f"This was raised under `mpx.autocast`{where and f', at {where}'}."
+            " It gives a function float32 views of its arguments in 16 bits. If the"
+            " array in 16 bits is a cache among the arguments, name it:"
+            ' `autocast(..., as_they_are="cache")`. If the function makes it, such as'
+            " a carry of a loop, make it in the dtype of what is added to it:"
+            " `jnp.zeros(shape, x.dtype)`."
+        )
 
 
 def full_precision(fun: F) -> F:
