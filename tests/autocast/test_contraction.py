@@ -416,9 +416,9 @@ def read_in_a_branch(query, cache):
 
 
 CACHES = {
-    "an argument": lambda query, cache: mpx.autocast(read_by_a_token, BF16)(
-        query, cache
-    ),
+    "an argument": lambda query, cache: mpx.autocast(
+        read_by_a_token, BF16, as_they_are=1
+    )(query, cache),
     "made inside": lambda query, cache: mpx.autocast(
         lambda query: read_by_a_token(query, cache), BF16
     )(query),
@@ -445,18 +445,17 @@ def test_a_token_reads_a_cache_of_16_bits_as_whole_sequences_do(name):
 LARGE = jnp.full((9, 8), 2.0**17, BF16)  # beyond the range of float16
 large = lambda q: (q * 2.0**17).astype(BF16).astype(F32)
 # Functions of keys (9, 8) in bfloat16 and of queries that multiply them, under float16.
+sines = lambda q: jnp.sin(q[0]).astype(BF16)
 KEPT_IN_BFLOAT16 = {
-    "an array that is written to": lambda c, q: q @ c.at[0].set(jnp.sin(q[0])).T,
-    "a row of it": lambda c, q: q @ c.at[0].set(jnp.sin(q[0]))[:, None][:2, 0].T,
+    "an array that is written to": lambda c, q: c.at[0].set(sines(q)),
+    "a row of it": lambda c, q: c.at[0].set(sines(q))[:, None][:2, 0],
     "a loop that writes": (
-        lambda c, q: (
-            q @ lax.fori_loop(0, 2, lambda i, c: c.at[i].set(jnp.sin(q[0])), c).T
-        )
+        lambda c, q: lax.fori_loop(0, 2, lambda i, c: c.at[i].set(sines(q)), c)
     ),
-    "a cast": lambda c, q: q @ large(q).T,
-    "casts among others": lambda c, q: q @ c.at[0].set(large(q)[0]).T,
+    "a cast": lambda c, q: large(q).astype(BF16),
+    "casts among others": lambda c, q: c.at[0].set(large(q)[0].astype(BF16)),
     "a cast in a branch": (
-        lambda c, q: q @ lax.cond(q[0, 0] > 9, lambda: c[:3], lambda: large(q)).T
+        lambda c, q: lax.cond(q[0, 0] > 9, lambda: c[:3], lambda: large(q).astype(BF16))
     ),
 }
 
@@ -466,11 +465,12 @@ def test_what_a_program_keeps_in_bfloat16_is_read_in_float32_under_float16(name)
     """So neither its range nor bits are lost. A weight is another matter: the policy
     says what it is multiplied in.
     """
-    autocast = lambda fun: mpx.autocast(fun, F16, loss_scale=mpx.NoOpLossScale())
-    fun, q = autocast(KEPT_IN_BFLOAT16[name]), normal(0, 3, 8)
+    autocast = functools.partial(mpx.autocast, loss_scale=mpx.NoOpLossScale())
+    keys, q = KEPT_IN_BFLOAT16[name], normal(0, 3, 8)
+    fun = autocast(lambda c, q: q @ keys(c, q).astype(F32).T, F16, as_they_are=0)
     assert contractions(fun, LARGE, q) == [all_in(F32)]
     assert jnp.isfinite(fun(LARGE, q)).all()
-    assert contractions(autocast(lambda c, q: q @ c.T), LARGE, q) == [all_in(F16)]
+    assert contractions(autocast(lambda c, q: q @ c.T, F16), LARGE, q) == [all_in(F16)]
 
 
 @pytest.mark.parametrize("name", LAYERS)

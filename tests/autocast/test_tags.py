@@ -28,7 +28,7 @@ from tests.autocast.helpers import (
     normal,
     plan_of,
 )
-from tests.helpers import assert_same_bits, eight_cpu_devices
+from tests.helpers import eight_cpu_devices
 
 ON, OFF = "on", "off"
 
@@ -319,89 +319,6 @@ def test_a_view_of_16_bit_values_is_representable_in_their_own_dtype(dtype, own)
     assert claims == [own, own, own, own, None]
     for value in values[:4]:
         assert is_representable(value, own)
-
-
-CACHE = jnp.zeros((8, 4), BF16)
-# Functions of an argument in 16 bits and of numbers in float32, and whether the result
-# is that argument, written to.
-STORED = {
-    "as it is": (lambda c, x: c, True),
-    "other places": (lambda c, x: c.reshape(2, 4, 4).T, True),
-    "set": (lambda c, x: c.at[1].set(jnp.sin(x[0]).astype(c.dtype)), True),
-    "dynamic_update_slice": (
-        lambda c, x: lax.dynamic_update_slice(c, jnp.sin(x[:2]), (1, 0)),
-        True,
-    ),
-    "one of two": (lambda c, x: jnp.where(x > 0, c.at[1].set(x[0]), c), True),
-    "vmap": (jax.vmap(lambda c, x: c.at[1].set(x[0])), True),
-    "jit": (jax.jit(lambda c, x: c.at[1].set(x[0])), True),
-    "carried": (
-        lambda c, x: lax.fori_loop(0, 8, lambda i, c: c.at[i].set(jnp.sin(x[i])), c),
-        True,
-    ),
-    "slices": (
-        lambda c, x: lax.scan(lambda _, r: (0, r[0].at[1].set(r[1][0])), 0, (c, x))[1],
-        True,
-    ),
-    "branches": (
-        lambda c, x: lax.cond(x[0, 0] > 0, lambda: c.at[1].set(x[0]), lambda: c),
-        True,
-    ),
-    "through a function": (lambda c, x: c.at[1].set(x[0]) * 1.5, False),
-    "sums": (lambda c, x: c.at[1].add(x[0]), False),
-    "larger": (jnp.maximum, False),
-    "other numbers in some places": (lambda c, x: jnp.where(x > 0, x, c), False),
-    "a part": (lambda c, x: c[:4], False),
-    "rows": (lambda c, x: c[jnp.arange(8)[::-1]], True),
-    "rolled": (lambda c, x: jnp.roll(c, 1, 0).at[0].set(x[0].astype(c.dtype)), True),
-    "rows behind others": (
-        lambda c, x: jnp.concatenate([c[1:], x[:1].astype(c.dtype)]),
-        True,
-    ),
-    "other numbers of its dtype": (
-        lambda c, x: jnp.where(x > 0, x.astype(c.dtype), c),
-        True,
-    ),
-    "carried and rolled": (
-        lambda c, x: lax.fori_loop(
-            0, 8, lambda i, c: jnp.concatenate([c[1:], x[:1].astype(c.dtype)]), c
-        ),
-        True,
-    ),
-    "branches that roll": (
-        lambda c, x: lax.cond(x[0, 0] > 0, lambda: jnp.roll(c, 1, 0), lambda: c),
-        True,
-    ),
-    "through integers": (lambda c, x: c.astype(jnp.int32).astype(F32), False),
-    "written into another": (lambda c, x: x.at[:4].set(c[:4]), False),
-    "a carry that a function changes": (
-        lambda c, x: lax.fori_loop(0, 8, lambda i, c: jnp.sin(c), c),
-        False,
-    ),
-    "a branch that computes": (
-        lambda c, x: lax.cond(x[0, 0] > 0, lambda: c + 1.5, lambda: c),
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", STORED)
-def test_an_argument_that_is_written_to_keeps_its_dtype_and_all_else_is_float32(name):
-    """What is kept is the float32 result, rounded once. So for a view of a parameter:
-    it is float32.
-    """
-    fun, keeps = STORED[name]
-    x = normal(0, 8, 4)
-    result, wide = (
-        mpx.autocast(fun, "bf16")(CACHE, x),
-        mpx.autocast(fun, "bf16")(CACHE.astype(F32), x),
-    )
-    assert result.dtype == (BF16 if keeps else F32)
-    assert_same_bits(result, wide.astype(result.dtype))
-    (tag,) = plan_of(
-        mpx.autocast(fun, "bf16"), CACHE.astype(F32), x, dtypes=(BF16, None)
-    ).out_tags
-    assert tag.stored_in is None
 
 
 def test_only_float32_results_are_tagged():

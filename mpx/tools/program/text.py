@@ -204,7 +204,7 @@ def _short(file: str) -> str:
     """Return a file relative to the working directory if it is below it, else its last
     two parts.
     """
-    relative = os.path.relpath(file)
+    relative = os.path.relpath(file) if file else os.pardir  # XLA may know no file
     return (
         relative
         if not relative.startswith(os.pardir)
