@@ -86,9 +86,8 @@ def doctor(as_json: _AsJson = False) -> None:
     and what is installed.
     """
     from mpx.doctor import examine
-    from mpx.tools.cli import say_errors_in_one_line, write
+    from mpx.tools.cli import write
 
-    say_errors_in_one_line()
     with Console(stderr=True).status("Examining ..."):
         diagnosis = examine()
     write(diagnosis, as_json)
@@ -122,7 +121,21 @@ def plan(
     ] = False,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Show what is left of 80GB, 80GiB or h100."),
+        typer.Option(metavar="SIZE", help="Show what fits into 80GB, 80GiB or h100."),
+    ] = None,
+    batch: Annotated[
+        int,
+        typer.Option(metavar="COUNT", min=0, help="Sequences of a device; 0: no peak."),
+    ] = 1,
+    sequence: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="Tokens of a sequence.")
+    ] = 4096,
+    kept: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Of mpx.checkpoint: bf16 or 8bit. Else jax.checkpoint.",
+        ),
     ] = None,
     grad_dtype: Annotated[
         str | None,
@@ -130,10 +143,24 @@ def plan(
             metavar="DTYPE", help="Of gradients, as in mpx.value_and_grad: bf16."
         ),
     ] = None,
+    attention: Annotated[
+        str | None, typer.Option(metavar="HOW", help="By xla, or by a kernel.")
+    ] = None,
+    logits: Annotated[
+        str | None, typer.Option(metavar="HOW", help="whole, or in parts.")
+    ] = None,
+    checkpoint: Annotated[
+        bool | None,
+        _flag("--checkpoint/--no-checkpoint", "Of each layer, computed again."),
+    ] = None,
+    scan: Annotated[bool | None, _flag("--scan/--unrolled", "How layers run.")] = None,
+    heads: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=1, help="Of attention.")
+    ] = None,
     as_json: _AsJson = False,
 ) -> None:
-    """Count the bytes that training holds under each precision recipe, and what is left
-    for activations, before anything is allocated.
+    """Count the bytes that a training step needs under each precision recipe, before
+    anything is allocated.
     """
     from mpx.tools import cli
 
@@ -144,6 +171,14 @@ def plan(
         "fsdp": fsdp,
         "grad_dtype": grad_dtype,
     }
+    options |= {
+        "batch": batch,
+        "sequence": sequence,
+        "kept": kept,
+        "attention": attention,
+        "logits": logits,
+    }
+    options |= {"checkpoint": checkpoint, "scan": scan, "heads": heads}
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
         planned = cli.attribute(model) if ":" in model else cli.parameters(model)
         optimizer, code = cli.rule(rule)
@@ -156,8 +191,7 @@ def plan(
 
 
 @app.command(
-    epilog="Example: mpx explain train.py:loss "
-    '"f32[16,4]" "f32[8,16]" --policy bf16 --grad'
+    epilog='Example: mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad'
 )
 def explain(
     function: Annotated[
@@ -195,14 +229,13 @@ def explain(
     cli.write(explanation, as_json)
 
 
-@app.command(epilog="Example: mpx program train.py:make")
+@app.command(epilog="Example: mpx program train.py:step_and_arguments")
 def program(
     function: Annotated[
         str,
         typer.Argument(
-            help="file.py:make or module:make. make() returns (step, arguments,"
-            " donated): a step, a tuple of its arguments or their shapes, and the"
-            " positions of donated ones, unless jax.jit returned the step."
+            help="file.py:function or module:function that returns (step, arguments, donated): a step, a tuple of its "
+            "arguments or their shapes, and the positions of donated ones, unless jax.jit returned the step."
         ),
     ],
     target: Annotated[

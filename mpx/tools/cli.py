@@ -5,7 +5,6 @@ errors.
 import importlib
 import inspect
 import json
-import logging
 import operator
 import os
 import pathlib
@@ -37,6 +36,10 @@ FRACTION, MOST = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "0.95",
 )  # of a GPU; CUDA and NCCL need the rest
+_LESS = (
+    "another --recipe, a smaller --batch or --sequence, --kept 8bit, and more --devices"
+    " with --fsdp"
+)
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
 _BYTES = {"b": 1} | {f"{name}b": 1000**power for name, power in _PREFIXES.items()}
@@ -112,10 +115,9 @@ def attribute(reference: str) -> Any:
         raise ValueError(
             f"{reference!r} is neither file.py:function nor module:function."
         )
-    if module.endswith(".py") and not os.path.isfile(place):
-        raise ValueError(f"There is no file {place!r}.")
-    # As `python file.py` does, for what lies beside it.
-    sys.path.insert(0, os.path.abspath(folder))
+    sys.path.insert(
+        0, os.path.abspath(folder)
+    )  # as `python file.py` does, for what lies beside it
     return operator.attrgetter(name)(
         importlib.import_module(module.removesuffix(".py"))
     )
@@ -150,11 +152,20 @@ def rule(text: str) -> tuple[Any, str]:
     if ":" in text:
         found, name = attribute(text), text.rpartition(":")[2]
         return (found(), f"{name}()") if callable(found) else (found, name)
-    if text == "muon":
-        raise ValueError(
-            "What Muon keeps depends on which leaves are matrices. Write a function"
-            " that makes the optimizer, and give file.py:function, for the model too."
+    if (
+        text == "muon"
+        # a model of a given size has no matrices to tell from what Adam updates, so all of
+        # it is one
+    ):
+        numbers = (
+            "jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers(-2, -1) if"
+            " w.ndim > 1 else None, params)"
         )
+        code = (
+            "optax.contrib.muon(1e-3, muon_weight_dimension_numbers=lambda params:"
+            f" {numbers})"
+        )
+        return optax.contrib.scale_by_muon(), code
     module = next(
         (module for module in (optax, optax.contrib) if hasattr(module, text)), None
     )
@@ -253,19 +264,19 @@ def plan_parts(
     """Yield the table of several recipes, or the parts of one; the code for one that
     fits; and what tells more.
     """
-    is_one, limit = len(comparison.plans) == 1, comparison.usable_bytes
-    found = TARGETS.get(memory)
+    is_one, limit, found = (
+        len(comparison.plans) == 1,
+        comparison.usable_bytes,
+        TARGETS.get(memory),
+    )
     yield from comparison.plans.values() if is_one else [comparison]
-    left = comparison.left_bytes
+    if limit is not None and is_one:
+        ((name, fits),), largest = comparison.fits.items(), comparison.largest_models
+        yield (
+            f"Fits: {fits}. The largest model that fits has"
+            f" {digits(largest[name] / 1e9)}B parameters."
+        )
     if limit is not None:
-        if is_one:
-            ((name, bytes_left),) = left.items()
-            says = "are left for activations" if bytes_left > 0 else "are missing"
-            yield (
-                f"{digits(abs(bytes_left) / 1e9)} GB {says}. The largest model that can"
-                f" be held has {digits(comparison.largest_models[name] / 1e9)}B"
-                " parameters."
-            )
         of_gpu = (
             f" JAX takes 75% of a GPU, or what the variable {FRACTION} says:"
             f" {MOST} where nothing else runs."
@@ -274,23 +285,28 @@ def plan_parts(
             f"Training may use {limit / 1e9:.4g} GB of a"
             f" device.{'' if found and found.tpu else of_gpu}"
         )
-    fit = [name for name in comparison.plans if left.get(name, 1) > 0]
+    fit = [name for name in comparison.plans if comparison.fits.get(name) != "no"]
     if not fit:
-        yield (
-            "Nothing fits. Less is held with another --recipe, and more --devices with"
-            " --fsdp."
-        )
+        programs = [plan.least_program() for plan in comparison.plans.values()]
+        cheaper = (("kernel", "--attention kernel"), ("checkpoint", "--checkpoint"))
+        left_out = [
+            f"{switch}, "
+            for name, switch in cheaper
+            if not all(getattr(p, name) for p in programs)
+        ]
+        yield f"Nothing fits. Less is needed with {''.join(left_out)}{_LESS}."
     elif limit is not None or is_one:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
         recipe = RECIPES.get(get_policy(name).recipe or "")
         key = ", key=jax.random.key(0)" if recipe and recipe.rounds_at_random else ""
         yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)}{key})"
-    file = model.rpartition(":")[0] or "train.py"
-    target = memory if found and (found.gpu or found.tpu) else "h100"
-    yield (
-        f"Activations, to the byte: mpx program {file}:make --target {target}, where"
-        " make() returns (step, arguments, donated)."
-    )
+    if any(plan.step for plan in comparison.plans.values()):
+        file = model.rpartition(":")[0] or "train.py"
+        target = memory if found and (found.gpu or found.tpu) else "h100"
+        yield (
+            f"What your own program needs, to the byte: mpx program {file}:step"
+            f" --target {target}"
+        )
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:
@@ -301,22 +317,6 @@ def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:
         sys.stdout.write(json.dumps(result.as_dict(), indent=2, allow_nan=False) + "\n")
         return
     sys.stdout.write("\n\n".join(map(str, parts or [result])) + "\n")
-
-
-def say_errors_in_one_line() -> None:
-    """Let JAX log an error without its traceback, as of a plugin for GPUs that finds
-    none.
-    """
-
-    def without_traceback(record: logging.LogRecord) -> bool:
-        if record.exc_info and record.exc_info[1]:
-            record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]}", ()
-            record.exc_info = record.exc_text = None
-        return True
-
-    for handler in logging.getLogger("jax").handlers or [logging.lastResort]:
-        if handler is not None:
-            handler.addFilter(without_traceback)
 
 
 _PACKAGE = pathlib.Path(__file__).parents[1]

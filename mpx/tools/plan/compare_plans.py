@@ -8,7 +8,7 @@ import jax
 import optax
 
 from mpx import _errors
-from mpx._mixed_precision import mixed_precision
+from mpx._mixed_precision import MOMENTS, mixed_precision
 from mpx._policy import get_policy
 from mpx._recipes import RECIPES
 from mpx._tables import Result, Table, digits, shown, unit_for
@@ -17,32 +17,33 @@ from mpx.tools.plan.memory_plan import MemoryPlan, evaluate, memory_plan
 
 @dataclasses.dataclass(frozen=True)
 class PlanComparison(Result):
-    """Hold the plans of several recipes; prints as a table of what one device holds.
+    """Hold the plans of several recipes; prints as a table of what one device holds and
+    needs at the peak.
 
-    Numbers are in GB, or less if they are small. Given a memory, the table says what is
-    left of it.
+    Numbers are in GB, or less if they are small. Given a memory, the table says what
+    fits in place of the parts: all of it does not fit into 80 columns.
     """
 
     plans: Mapping[str, MemoryPlan]  # by the names of their recipes
-    # What training may use of a device's memory; None if nobody asks what is left.
-    usable_bytes: float | None = None
+    usable_bytes: float | None = (
+        # what training may use of a device's memory; None if nobody asks what fits
+        None
+    )
 
     @property
-    def left_bytes(self) -> dict[str, int]:
-        """Return what each plan leaves of the memory of a device, for activations;
+    def fits(self) -> dict[str, str]:
+        """Return whether a device can hold each plan, as `MemoryPlan.fits` says;
         nothing without a memory.
         """
         limit = self.usable_bytes
         return {
-            name: plan.left_bytes(limit)
-            for name, plan in self.plans.items()
-            if limit is not None
+            name: p.fits(limit) for name, p in self.plans.items() if limit is not None
         }
 
     @property
     def largest_models(self) -> dict[str, int]:
-        """Return how many parameters the memory of a device can hold; nothing without a
-        memory.
+        """Return how many parameters can be trained in the memory of a device; nothing
+        without a memory.
         """
         limit = self.usable_bytes
         return {
@@ -53,7 +54,7 @@ class PlanComparison(Result):
 
     def _parts(self) -> Iterator[Table | str]:
         plans = self.plans.values()
-        unit = unit_for([plan.total_bytes_a_device for plan in plans])
+        unit = unit_for([plan.peak_bytes_a_device for plan in plans])
 
         def in_unit(numbers):
             return [shown(number, unit) for number in numbers]
@@ -67,6 +68,9 @@ class PlanComparison(Result):
             columns["optimizer"] = in_unit(p.state_bytes_a_device for p in plans)
         columns["held"] = in_unit(p.total_bytes_a_device for p in plans)
         columns["a param"] = [digits(p.bytes_a_parameter) for p in plans]
+        if has_peak := any(p.step for p in plans):
+            columns["peak"] = in_unit(p.least_peak_bytes_a_device for p in plans)
+            columns["up to"] = in_unit(p.peak_bytes_a_device for p in plans)
         is_sharded = any(p.devices > 1 for p in plans)
         if is_sharded:
             columns["sends"] = [
@@ -74,7 +78,9 @@ class PlanComparison(Result):
                 for p in plans
             ]
         if self.usable_bytes is not None:
-            columns["left"] = in_unit(self.left_bytes.values())
+            columns["fits"] = [
+                " ".join(fits.split()[:2]) for fits in self.fits.values()
+            ]
             columns["largest"] = [
                 f"{digits(count / 1e9)}B" for count in self.largest_models.values()
             ]
@@ -84,6 +90,21 @@ class PlanComparison(Result):
             [tuple(columns), *lines],
             range(1, len(columns)),
         )
+        for answer in sorted({fits for fits in self.fits.values() if " " in fits}):
+            yield (
+                f"{', '.join(name for name, fits in self.fits.items() if fits == answer)}:"
+                f" {answer}."
+            )
+        if has_peak:
+            ends = {name: plan.ends() for name, plan in self.plans.items()}
+            first, *others = dict.fromkeys(ends.values())
+            yield f"The peak is that of {next(iter(plans)).step}:\n{first}."
+            for other in others:
+                yield (
+                    "With"
+                    f" {', '.join(name for name, end in ends.items() if end == other)} it"
+                    f" is:\n{other}."
+                )
         if is_sharded:
             yield (
                 "Sends: bytes a parameter and step, of weights that are gathered and"
@@ -99,7 +120,7 @@ def compare_plans(
     usable_bytes: float | None = None,
     **options: Any,
 ) -> PlanComparison:
-    """Count the bytes that a training run holds under several recipes.
+    """Count the bytes that a training run needs under several recipes.
 
     Args:
         model: as in `memory_plan`.
@@ -107,10 +128,10 @@ def compare_plans(
             `optax.adamw` if None.
         recipes: names of recipes (see `recipes`). None: all; if the rule keeps no
             moments, without those that store moments in fewer bits.
-        usable_bytes: what training may use of the memory of a device, to ask what is
-            left. JAX takes 75% of a GPU's.
+        usable_bytes: what training may use of the memory of a device, to ask what fits.
+            JAX takes 75% of a GPU's.
         options: the keyword arguments of `memory_plan`: `gradient_dtype`, `mesh`,
-            `axis`, `param_specs`.
+            `axis`, `param_specs`, `batch`...
 
     Returns:
         A `PlanComparison`.
@@ -120,7 +141,7 @@ def compare_plans(
         ValueError: if there is no such recipe; and as `memory_plan`.
 
     Example:
-        >>> print(compare_plans(1000, optax.sgd(0.1), ["bf16-split", "f32"]))
+        >>> print(compare_plans(1000, optax.sgd(0.1), ["bf16-split", "f32"], batch=0))
         Memory to train 1,000 parameters, in bytes
         recipe      params  grads  optimizer   held  a param
         bf16-split   2,000  2,000      2,000  6,000    6.000
@@ -134,7 +155,10 @@ def compare_plans(
     model = evaluate(model)
     if recipes is None:
         rows = memory_plan(model, rule).rows
-        has_moments = any(row.kind.endswith("moment") for row in rows)
+        has_moments = any(
+            row.name in MOMENTS.split("|") and row.kind.endswith("moment")
+            for row in rows
+        )
         recipes = [
             name
             for name, recipe in RECIPES.items()
