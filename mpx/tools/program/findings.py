@@ -25,7 +25,7 @@ from mpx.tools.program.dataflow import (
 )
 from mpx.tools.program.kernels import (
     Kernel,
-    Program,
+    HloProgram,
     dtype_of_product,
     products_in,
     totals,
@@ -95,7 +95,7 @@ class CompiledStep(NamedTuple):
     """A step as it was lowered and compiled: what finders look at."""
 
     lowered: Any
-    program: Program
+    program: HloProgram
     runs: Sequence[tuple[Instruction, Kernel]]
     uses: Uses
     arguments: Sequence[Argument]
