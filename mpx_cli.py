@@ -136,6 +136,9 @@ def plan(
     anything is allocated: parameters, gradients and optimizer state.
     """
     from mpx.tools import cli
+    from mpx.tools.program.targets import allow_targets
+
+    allow_targets()  # before JAX starts, for a step on devices that are not here
 
     options = {
         "usable_bytes": None if memory is None else cli.usable_bytes(memory),
