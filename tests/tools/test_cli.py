@@ -15,7 +15,6 @@ import pytest
 
 import mpx
 import mpx_cli
-from mpx._recipes import RECIPES
 from mpx.doctor import Check, Diagnosis
 from mpx.tools import cli
 

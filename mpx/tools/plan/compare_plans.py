@@ -56,12 +56,6 @@ class PlanComparison(Result):
             "held": in_unit(p.total_bytes_a_device for p in plans),
             "a param": [digits(p.bytes_a_parameter) for p in plans],
         }
-        is_sharded = any(p.devices > 1 for p in plans)
-        if is_sharded:
-            columns["sends"] = [
-                digits(p.gathered_bytes_a_parameter + p.summed_bytes_a_parameter)
-                for p in plans
-            ]
         if (limit := self.usable_bytes) is not None:
             columns["left"] = [
                 "no fit" if p.is_too_large(limit) else shown(p.left(limit), unit)
@@ -77,11 +71,6 @@ class PlanComparison(Result):
             yield (
                 "Left below 0: it fits only where XLA frees each gradient once it is"
                 " used. No fit: weights and state alone are too large."
-            )
-        if is_sharded:
-            yield (
-                "Sends: bytes a parameter and step, of weights that are gathered and"
-                " gradients that devices add up."
             )
 
 

@@ -8,7 +8,7 @@ any wrapper.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import jax
@@ -19,15 +19,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
-from mpx._dtypes import bytes_of
-from mpx._parallel.placement import parameter_specs, require_axis, sharded_spec
+from mpx._parallel.placement import parameter_specs, require_axis
 from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._tables import Result, Table, Unit, digits, shown, unit_for
 from mpx.tools.plan.rows import (
     OUTSIDE_STATE,
-    Entry,
     Kind,
     PlanRow,
     entries_of,
@@ -48,9 +46,6 @@ class MemoryPlan(Result):
     rows: tuple[PlanRow, ...]  # a field of the optimizer state each; scalars are one
     parameters: int  # the number of trained elements
     devices: int = 1  # of the mesh; 1 without a mesh
-    # Of new parameters of `zero1`, or of weights, for either pass.
-    gathered_bytes_a_parameter: float = 0.0
-    summed_bytes_a_parameter: float = 0.0  # of gradients that devices add up
 
     @property
     def state_bytes(self) -> int:
@@ -117,15 +112,6 @@ class MemoryPlan(Result):
             [("part", "kind", "dtype", unit[0], "a param"), *lines],
             (3, 4),
         )
-        if self.devices > 1:
-            gathered, summed = (
-                digits(self.gathered_bytes_a_parameter),
-                digits(self.summed_bytes_a_parameter),
-            )
-            yield (
-                f"A step gathers {gathered} bytes a parameter, and adds up {summed} of"
-                " gradients over devices."
-            )
 
     def title(self, unit: Unit) -> str:
         """Return the title of a table of bytes in some unit."""
@@ -228,28 +214,21 @@ def memory_plan(
             " the number of parameters."
         )
     whole = jax.tree.map(lambda _, spec: NamedSharding(on, spec), params, specs)
-    narrow = _gradients_of(trained, policy, None)
-    summed = np.dtype(
-        np.float32
-        if policy is None or policy.reduce_dtype is None
-        else policy.reduce_dtype
-    )
+    summed = np.dtype((policy and policy.reduce_dtype) or np.float32)
     gradients = _gradients_of(
         trained, policy, gradient_dtype or (summed if policy and on.size > 1 else None)
     )
     state = jax.eval_shape(tx.init, params)
     shardings = zero1_shardings(params, state, on, along, param_specs=specs)
-    weights = list(entries_of("parameters", trained, whole))
-    entries = [
-        *weights,
-        *entries_of("not trained", others, whole),
-        *entries_of("gradients", gradients, whole),
-        *state_entries(state, shardings),
-    ]
-    sent = _sent(weights, entries_of("gradients", narrow, whole), policy, along)
-    return MemoryPlan(
-        rows_of(entries), count, on.size, *(size / count for size in sent)
+    rows = rows_of(
+        [
+            *entries_of("parameters", trained, whole),
+            *entries_of("not trained", others, whole),
+            *entries_of("gradients", gradients, whole),
+            *state_entries(state, shardings),
+        ]
     )
+    return MemoryPlan(rows, count, on.size)
 
 
 def _layout(
@@ -310,44 +289,6 @@ def _array_or_none(leaf: Any) -> Any:
         if _trees.is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
         else None
     )
-
-
-def _sent(
-    parameters: Iterable[Entry],
-    narrow: Iterable[Entry],
-    policy: Policy | None,
-    axis: str,
-) -> tuple[int, int]:
-    """Return the bytes that all-gathers of a step write and that its sums of gradients
-    read, on one device.
-
-    With `zero1` these are the new parameters. Else they are the weights, which layers
-    in checkpoints gather for either pass, along every axis that shards them, in the
-    narrower of their own and the compute dtype. Sums are as `autocast` computes them.
-    """
-    gathered = summed = 0
-    reduced = None if policy is None else policy.reduce_dtype
-    for (_, _, p, sharding), (_, _, n, _) in zip(parameters, narrow, strict=True):
-        mesh, whole, part = (
-            sharding.mesh,
-            math.prod(p.shape),
-            math.prod(sharding.shard_shape(p.shape)),
-        )
-        if axis == _UNSHARDED:
-            devices, is_gathered, size, dtype = mesh.size, part < whole, whole, n.dtype
-        else:
-            is_gathered = (
-                sharded_spec(p.shape, sharding.spec, mesh, axis) != sharding.spec
-            )
-            devices, size, dtype = mesh.shape[axis], part, p.dtype
-        if devices > 1:
-            gathered += (
-                is_gathered * bytes_of(dtype, size) * (2 if axis == _UNSHARDED else 1)
-            )
-            summed += bytes_of(
-                np.dtype(reduced or _trees.promoted(p.dtype, np.float32)), size
-            )
-    return gathered, summed
 
 
 def _gradients_of(trained: Any, policy: Policy | None, dtype: Any) -> Any:
