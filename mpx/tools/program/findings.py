@@ -24,8 +24,8 @@ from mpx.tools.program.dataflow import (
     narrowed_to,
 )
 from mpx.tools.program.kernels import (
-    Kernel,
     HloProgram,
+    Kernel,
     dtype_of_product,
     products_in,
     totals,
