@@ -99,7 +99,8 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="124M, 7B or 70e9 parameters, or file.py:function, which makes them."
+            help="124M, 7B or 70e9 parameters; file.py:function, which makes them; or"
+            " file.py:make as in mpx program, whose step has them as first argument."
         ),
     ],
     recipe: Annotated[
@@ -121,21 +122,7 @@ def plan(
     ] = False,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Show what fits into 80GB, 80GiB or h100."),
-    ] = None,
-    batch: Annotated[
-        int,
-        typer.Option(metavar="COUNT", min=0, help="Sequences of a device; 0: no peak."),
-    ] = 1,
-    sequence: Annotated[
-        int, typer.Option(metavar="COUNT", min=1, help="Tokens of a sequence.")
-    ] = 4096,
-    kept: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="Of mpx.checkpoint: bf16 or 8bit. Else jax.checkpoint.",
-        ),
+        typer.Option(metavar="SIZE", help="Show what is left of 80GB, 80GiB or h100."),
     ] = None,
     grad_dtype: Annotated[
         str | None,
@@ -143,26 +130,15 @@ def plan(
             metavar="DTYPE", help="Of gradients, as in mpx.value_and_grad: bf16."
         ),
     ] = None,
-    attention: Annotated[
-        str | None, typer.Option(metavar="HOW", help="By xla, or by a kernel.")
-    ] = None,
-    logits: Annotated[
-        str | None, typer.Option(metavar="HOW", help="whole, or in parts.")
-    ] = None,
-    checkpoint: Annotated[
-        bool | None,
-        _flag("--checkpoint/--no-checkpoint", "Of each layer, computed again."),
-    ] = None,
-    scan: Annotated[bool | None, _flag("--scan/--unrolled", "How layers run.")] = None,
-    heads: Annotated[
-        int | None, typer.Option(metavar="COUNT", min=1, help="Of attention.")
-    ] = None,
     as_json: _AsJson = False,
 ) -> None:
-    """Count the bytes that a training step needs under each precision recipe, before
-    anything is allocated.
+    """Count the bytes that a training run holds under each precision recipe, before
+    anything is allocated: parameters, gradients and optimizer state.
     """
     from mpx.tools import cli
+    from mpx.tools.program.targets import allow_targets
+
+    allow_targets()  # before JAX starts, for a step on devices that are not here
 
     options = {
         "usable_bytes": None if memory is None else cli.usable_bytes(memory),
@@ -171,16 +147,8 @@ def plan(
         "fsdp": fsdp,
         "grad_dtype": grad_dtype,
     }
-    options |= {
-        "batch": batch,
-        "sequence": sequence,
-        "kept": kept,
-        "attention": attention,
-        "logits": logits,
-    }
-    options |= {"checkpoint": checkpoint, "scan": scan, "heads": heads}
     with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
-        planned = cli.attribute(model) if ":" in model else cli.parameters(model)
+        planned = cli.model(model) if ":" in model else cli.parameters(model)
         optimizer, code = cli.rule(rule)
         comparison = cli.plan(planned, optimizer, **options)
     cli.write(
@@ -229,13 +197,15 @@ def explain(
     cli.write(explanation, as_json)
 
 
-@app.command(epilog="Example: mpx program train.py:step_and_arguments")
+@app.command(epilog="Example: mpx program train.py:make")
 def program(
     function: Annotated[
         str,
         typer.Argument(
-            help="file.py:function or module:function that returns (step, arguments, donated): a step, a tuple of its "
-            "arguments or their shapes, and the positions of donated ones, unless jax.jit returned the step."
+            help="file.py:make or module:make, a function without arguments that"
+            " returns (step, arguments, donated): a step, a tuple of its arguments or"
+            " their shapes, and the positions of donated ones, unless jax.jit returned"
+            " the step."
         ),
     ],
     target: Annotated[

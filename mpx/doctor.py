@@ -6,8 +6,10 @@ bit, with numbers that NumPy and ml_dtypes compute.
 """
 
 import collections
+import contextlib
 import dataclasses
 import importlib.metadata
+import logging
 import os
 import pathlib
 import platform
@@ -55,6 +57,7 @@ class Diagnosis(Result):
     package: str  # the folder of this mpx
     devices: dict[str, int]  # the number of devices of each kind
     checks: tuple[Check, ...]  # whether mpx is exact, claim by claim
+    not_started: tuple[str, ...] = ()  # plugins of JAX that failed, and their errors
 
     @property
     def is_exact(self) -> bool:
@@ -81,6 +84,8 @@ class Diagnosis(Result):
         yield Table("Claims", [("claim", "exact"), *checks], ())
         devices = ", ".join(f"{count} x {kind}" for kind, count in self.devices.items())
         here = {"mpx imported from": self.package, "devices": devices}
+        if self.not_started:
+            here["JAX could not start"] = "; ".join(self.not_started)
         yield Table("System", [("what", "is"), *(self.versions | here).items()], ())
 
 
@@ -101,7 +106,9 @@ def examine() -> Diagnosis:
         name: found[name] for name in _PACKAGES if name in found
     }
     try:
-        devices = collections.Counter(device.device_kind for device in jax.devices())
+        with _failing_plugins() as not_started:
+            found_devices = jax.devices()
+        devices = collections.Counter(device.device_kind for device in found_devices)
     # jax raises assertions without a text too, if JAX_PLATFORMS names what is not
     # installed
     except Exception as error:
@@ -120,7 +127,34 @@ def examine() -> Diagnosis:
             str(pathlib.Path(__file__).parent),
             dict(devices),
             tuple(_claims()),
+            tuple(not_started),
         )
+
+
+@contextlib.contextmanager
+def _failing_plugins() -> Iterator[list[str]]:
+    """Collect a line for each plugin that fails as JAX starts, in place of the
+    traceback that JAX logs.
+
+    A compiler for GPUs without CUDA's libraries fails so on a machine without a GPU.
+    """
+    lines: list[str] = []
+
+    def without_traceback(record):
+        if not record.exc_info or record.exc_info[1] is None:
+            return True
+        error = record.exc_info[1]
+        plugin = record.args[0] if record.args else "a plugin"
+        said = next(iter(str(error).split("\n")))
+        lines.append(f"{plugin}: {type(error).__name__}: {said[:200]}")
+        return False
+
+    logger = logging.getLogger("jax._src.xla_bridge")
+    logger.addFilter(without_traceback)
+    try:
+        yield lines
+    finally:
+        logger.removeFilter(without_traceback)
 
 
 def _claims() -> Iterator[Check]:

@@ -27,19 +27,13 @@ from mpx._dtypes import dtype_or_none
 from mpx._parallel.placement import sharded_spec
 from mpx._policy import get_policy
 from mpx._recipes import RECIPES
-from mpx._tables import Result, digits
+from mpx._tables import Result
 from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
 from mpx.tools.program.targets import TARGETS
 
-FRACTION, MOST = (
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    "0.95",
-)  # of a GPU; CUDA and NCCL need the rest
-_LESS = (
-    "another --recipe, a smaller --batch or --sequence, --kept 8bit, and more --devices"
-    " with --fsdp"
-)
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_MOST = "0.95"  # of a GPU; CUDA and NCCL need the rest
 _PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
 _COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
 _BYTES = {"b": 1} | {f"{name}b": 1000**power for name, power in _PREFIXES.items()}
@@ -115,9 +109,10 @@ def attribute(reference: str) -> Any:
         raise ValueError(
             f"{reference!r} is neither file.py:function nor module:function."
         )
-    sys.path.insert(
-        0, os.path.abspath(folder)
-    )  # as `python file.py` does, for what lies beside it
+    if module.endswith(".py") and not os.path.isfile(place):
+        raise ValueError(f"There is no file {place!r}.")
+    # As `python file.py` does, for what lies beside it.
+    sys.path.insert(0, os.path.abspath(folder))
     return operator.attrgetter(name)(
         importlib.import_module(module.removesuffix(".py"))
     )
@@ -139,10 +134,42 @@ def step(reference: str) -> tuple[Any, Sequence[Any], Sequence[int]]:
             f"{wanted}: {error}. If it is the step, write such a function around it."
         ) from None
     returned = make()
-    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+    if not _is_step(returned):
         raise ValueError(f"{wanted}, but it returns {type(returned).__name__}.")
     step, arguments, donated = (*returned, ())[:3]
     return step, arguments, donated
+
+
+def model(reference: str) -> Any:
+    """Return a function that makes the parameters, which may be the first argument of a
+    step that `step` reads; or what else the reference names.
+    """
+    make = attribute(reference)
+    if not inspect.isroutine(make):
+        return make
+
+    def parameters():
+        made = make()
+        return jax.tree.map(_as_array, made[1][0] if _is_step(made) else made)
+
+    return parameters
+
+
+def _is_step(made: Any) -> bool:
+    return (
+        isinstance(made, tuple)
+        and len(made) in (2, 3)
+        and callable(made[0])
+        and isinstance(made[1], (tuple, list))
+        and len(made[1]) > 0
+    )
+
+
+def _as_array(leaf: Any) -> Any:
+    """Return zeros for a shape, since a traced function cannot return it."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.numpy.zeros(leaf.shape, leaf.dtype)
+    return leaf
 
 
 def rule(text: str) -> tuple[Any, str]:
@@ -262,51 +289,57 @@ def plan_parts(
     comparison: PlanComparison, rule: str, model: str, memory: str
 ) -> Iterator[Any]:
     """Yield the table of several recipes, or the parts of one; the code for one that
-    fits; and what tells more.
+    may fit; and the command that tells more.
     """
-    is_one, limit, found = (
-        len(comparison.plans) == 1,
-        comparison.usable_bytes,
-        TARGETS.get(memory),
-    )
-    yield from comparison.plans.values() if is_one else [comparison]
-    if limit is not None and is_one:
-        ((name, fits),), largest = comparison.fits.items(), comparison.largest_models
-        yield (
-            f"Fits: {fits}. The largest model that fits has"
-            f" {digits(largest[name] / 1e9)}B parameters."
-        )
+    plans, left = comparison.plans, comparison.left
+    limit, found = comparison.usable_bytes, TARGETS.get(memory)
+    yield from plans.values() if len(plans) == 1 else [comparison]
     if limit is not None:
+        if len(plans) == 1:
+            ((plan, free),) = zip(plans.values(), left.values(), strict=True)
+            beyond = -free - plan.bytes_of("gradients")
+            if free >= 0:
+                yield f"Leaves {free / 1e9:.4g} GB for activations."
+            elif beyond > 0:
+                yield (
+                    "Does not fit: weights and state alone take"
+                    f" {beyond / 1e9:.4g} GB too much."
+                )
+            else:
+                yield (
+                    f"All is {-free / 1e9:.4g} GB too much: it fits only where XLA"
+                    " frees each gradient once it is used."
+                )
         of_gpu = (
             f" JAX takes 75% of a GPU, or what the variable {FRACTION} says:"
-            f" {MOST} where nothing else runs."
+            f" {_MOST} where nothing else runs."
         )
         yield (
             f"Training may use {limit / 1e9:.4g} GB of a"
             f" device.{'' if found and found.tpu else of_gpu}"
         )
-    fit = [name for name in comparison.plans if comparison.fits.get(name) != "no"]
+    possible = [
+        name
+        for name, plan in plans.items()
+        if limit is None or not plan.is_too_large(limit)
+    ]
+    fit = [name for name in possible if left.get(name, 0) >= 0] or possible
     if not fit:
-        programs = [plan.least_program() for plan in comparison.plans.values()]
-        cheaper = (("kernel", "--attention kernel"), ("checkpoint", "--checkpoint"))
-        left_out = [
-            f"{switch}, "
-            for name, switch in cheaper
-            if not all(getattr(p, name) for p in programs)
-        ]
-        yield f"Nothing fits. Less is needed with {''.join(left_out)}{_LESS}."
-    elif limit is not None or is_one:
+        yield (
+            "Nothing fits. Less is held with another --recipe, or on more --devices"
+            " with --fsdp."
+        )
+    elif limit is not None or len(plans) == 1:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
         recipe = RECIPES.get(get_policy(name).recipe or "")
         key = ", key=jax.random.key(0)" if recipe and recipe.rounds_at_random else ""
         yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)}{key})"
-    if any(plan.step for plan in comparison.plans.values()):
-        file = model.rpartition(":")[0] or "train.py"
-        target = memory if found and (found.gpu or found.tpu) else "h100"
-        yield (
-            f"What your own program needs, to the byte: mpx program {file}:step"
-            f" --target {target}"
-        )
+    file = model.rpartition(":")[0] or "train.py"
+    target = memory if found and (found.gpu or found.tpu) else "h100"
+    yield (
+        "What a step needs besides is read off its program: mpx program"
+        f" {file}:make --target {target}"
+    )
 
 
 def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:

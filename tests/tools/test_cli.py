@@ -15,7 +15,6 @@ import pytest
 
 import mpx
 import mpx_cli
-from mpx._recipes import RECIPES
 from mpx.doctor import Check, Diagnosis
 from mpx.tools import cli
 
@@ -36,7 +35,7 @@ def init():
 
 def loss(w, x): return jnp.sum(x @ w)
 def step(w, x): return w - jax.grad(loss)(w, x)
-def step_and_arguments():
+def make():
     shapes = jax.ShapeDtypeStruct((16, 4), jnp.float32), jax.ShapeDtypeStruct((8, 16), jnp.float32)
     return step, shapes, (0,)
 
@@ -235,8 +234,7 @@ def test_the_plans_are_those_of_the_library(json_of):
     assert json_of("plan", "7B") == {
         "plans": expected,
         "usable_bytes": None,
-        "fits": {},
-        "largest_models": {},
+        "left": {},
     }
     chosen = ("f32", "bf16-kahan")
     assert json_of("plan", "7B", "--recipe", "f32", "--recipe", "bf16-kahan")[
@@ -281,51 +279,30 @@ def test_the_model_the_optimizer_and_the_devices_are_those_that_were_named(
     assert {name: plan[name] for name in expected} == expected
 
 
-def test_a_memory_asks_what_fits_and_for_the_largest_model_of_each_recipe(
+def test_a_memory_says_what_is_left_for_activations_under_each_recipe(
     monkeypatch, json_of, text_of
 ):
     """AdamW in float32 holds 16 bytes a parameter and a count of 4; with bfloat16
-    moments and Kahan summation 10.
-
-    Of 80 GB JAX takes 60 by default, which hold 7 billion parameters at 8.5 bytes and
-    fewer. With what 4,096 tokens need besides, 8 bytes are too many.
+    moments and Kahan summation 10. Of 80 GB JAX takes 60 by default.
     """
-    found = json_of("plan", "7B", "--memory", "80GB", "--batch", "0")
+    found = json_of("plan", "7B", "--memory", "80GB")
     assert found["usable_bytes"] == 60_000_000_000
-    assert found["largest_models"]["f32"] == (60_000_000_000 - 4) // 16
-    is_small = lambda name: "split" in name and "bit" in name
-    assert found["fits"] == {
-        name: "yes" if is_small(name) else "no" for name in RECIPES
-    }
-    with_peak = json_of(
-        "plan", "7B", "--memory", "84GB", *"--scan --checkpoint --logits whole".split()
-    )["fits"]
-    only = {"bf16-split-8bit": "only with attention in a kernel"}
-    assert with_peak == {
-        name: only.get(name, "yes" if is_small(name) else "no") for name in RECIPES
-    }
-    lines = text_of("plan", "7B", "--memory", "80GB", "--batch", "0").splitlines()
-    assert lines[1] == "recipe              held  a param  fits  largest"
+    lines = text_of("plan", "7B", "--memory", "80GB").splitlines()
+    assert lines[1].split()[-3:] == ["a", "param", "left"]
     cells = [line.split() for line in lines]
-    assert ["f32", "112.0", "16.00", "no", "3.750B"] in cells
-    assert ["bf16-kahan", "70.00", "10.00", "no", "6.000B"] in cells
+    of = {row[0]: row[4:] for row in cells if len(row) >= 7}
+    assert of["f32"] == ["112.0", "16.00", "no", "fit"]
+    assert of["bf16-kahan"] == ["70.00", "10.00", "-10.000"]
+    assert of["bf16-split-8bit"] == ["56.22", "8.031", "3.781"]
     assert any(line.startswith("Training may use 60 GB of a device.") for line in lines)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert json_of("plan", "7B", "--memory", "80GB")["usable_bytes"] == 72_000_000_000
 
 
-def test_where_nothing_fits_it_says_what_needs_less(text_of):
+def test_where_nothing_fits_it_says_what_holds_less(text_of):
     text = text_of("plan", "70B", "--memory", "80GB")
-    assert (
-        "Nothing fits. Less is needed with another --recipe, a smaller --batch or"
-        " --sequence, --kept 8bit, " in text
-    )
-    text = text_of(
-        "plan", "1B", "--memory", "16GB", "--attention", "xla", "--no-checkpoint"
-    )
-    assert (
-        "Less is needed with --attention kernel, --checkpoint, another --recipe" in text
-    )
+    assert "Nothing fits. Less is held with another --recipe" in text
+    assert "tx = " not in text
 
 
 def test_only_of_a_gpu_does_it_say_that_jax_takes_a_part(text_of):
@@ -339,31 +316,29 @@ def test_only_of_a_gpu_does_it_say_that_jax_takes_a_part(text_of):
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
-        ("train.py:init", "mpx program train.py:step --target h100"),
-        ("7B --memory B200", "mpx program train.py:step --target b200"),
+        ("train.py:init", "mpx program train.py:make --target h100"),
+        ("7B --memory B200", "mpx program train.py:make --target b200"),
         (
             "7B --memory l40s",
-            "mpx program train.py:step --target h100",
+            "mpx program train.py:make --target h100",
         ),  # nothing compiles for an L40S
     ],
 )
-def test_a_peak_ends_with_the_command_that_compiles_a_program_of_ones_own(
+def test_a_plan_ends_with_the_command_that_compiles_a_program_of_ones_own(
     arguments, command, text_of
 ):
     assert text_of("plan", *arguments.split()).splitlines()[-1].endswith(command)
-    assert "mpx program" not in text_of("plan", *arguments.split(), "--batch", "0")
 
 
-def test_switches_say_how_the_program_is_written(text_of):
-    given = (
-        "--attention xla --logits whole --no-checkpoint --unrolled --heads 8"
-        " --recipe f32"
-    )
-    text = text_of("plan", "7B", *given.split())
-    assert (
-        "\nattention by XLA, logits whole, no checkpoint and layers unrolled." in text
-    )
-    assert "8 heads" in text
+def test_plan_and_program_take_the_same_function(plan_of, run):
+    """The parameters are the first argument of its step, arrays or shapes."""
+    plan = plan_of("f32", "train.py:make", "--rule", "sgd")
+    assert (plan["parameters"], plan["bytes_a_parameter"]) == (64, 8)
+    assert run("program", "train.py:make")[0] == 0
+    for command in ("plan", "program"):
+        assert "returns (step, arguments, donated)" in " ".join(
+            run("program", "-h")[1].split()
+        ) and "file.py:make" in " ".join(run(command, "-h")[1].split())
 
 
 @pytest.mark.parametrize(
@@ -371,8 +346,8 @@ def test_switches_say_how_the_program_is_written(text_of):
     [
         (
             "--memory 60GB",
-            'optax.adamw(1e-3), "bf16-split24-8bit", key=jax.random.key(0)',
-        ),  # the first that fits
+            'optax.adamw(1e-3), "bf16-split-8bit"',
+        ),  # the first whose weights and state fit
         ("--memory 80GB --rule lion", 'optax.lion(1e-3), "bf16-split-8bit"'),
         ("--recipe f32 --rule ademamix", 'optax.contrib.ademamix(1e-3), "f32"'),
         ("--recipe bf16-split --rule train.py:momentum", 'momentum, "bf16-split"'),
@@ -527,7 +502,8 @@ def error_of(run):
             "plan 7B --rule chain",
             "TypeError: chain() got an unexpected keyword argument 'learning_rate'",
         ),
-        ("plan nofile.py:init", "ModuleNotFoundError: No module named 'nofile'"),
+        ("plan nofile.py:init", "There is no file 'nofile.py'"),
+        ("plan nofile:init", "ModuleNotFoundError: No module named 'nofile'"),
         (
             "plan train.py:",
             "'train.py:' is neither file.py:function nor module:function",
@@ -598,14 +574,6 @@ def test_a_mistake_ends_in_one_line(command, message, error_of):
         ("7B --memory 0GB", "'0GB' is not a memory"),
         ("7B --memory nanGB", "'nanGB' is not a memory"),
         ("7B --memory h999", "or one of rtx4090, l40s, a100, h100, h100-nvl, h200, b200, gb200, v5e, v6e."),
-        ("7B --batch -1", "Invalid value for '--batch'"),
-        ("7B --batch nan", "Invalid value for '--batch'"),
-        ("7B --sequence 0", "Invalid value for '--sequence'"),
-        ("7B --heads 0", "Invalid value for '--heads'"),
-        ("7B --kept 4bit", "`memory_plan`: `kept` must be 'bf16' or '8bit', but got '4bit'"),
-        ("7B --kept 8bit --no-checkpoint", "`kept` says what a checkpoint keeps, but `checkpoint` is False"),
-        ("7B --attention flash", "`memory_plan`: `attention` must be 'xla' or 'kernel', but got 'flash'"),
-        ("7B --logits half", "`memory_plan`: `logits` must be 'whole' or 'parts', but got 'half'"),
         ("7B --grad-dtype int8", "`gradient_dtype` must be a floating-point dtype, or None, but got 'int8'"),
     ],
 )  # fmt: skip
@@ -625,22 +593,14 @@ def test_a_fraction_of_a_gpu_that_cannot_be_is_wrong_usage(
     )
 
 
-def test_a_plan_of_more_bytes_than_64_bits_count_is_a_plan(plan_of):
-    """10^12 parameters on 10^7 tokens: 126 layers keep 10^7 scores of 128 heads for
-    each, twice.
-    """
-    assert (
-        plan_of("f32", "1e12", "--sequence", "10000000")["peak"]["kept by layers"][1]
-        > 2**63
-    )
-
-
-def test_a_single_recipe_has_one_table_and_says_what_fits(text_of):
+def test_a_single_recipe_has_one_table_and_says_what_is_left(text_of):
     text = text_of("plan", "7B", "--recipe", "bf16-split", "--memory", "h100")
     assert text.count("Memory to train") == 1
     assert (
-        "\n\nFits: no. The largest model that fits has 5.073B parameters.\n\n" in text
+        "\n\nDoes not fit: weights and state alone take 19.58 GB too much.\n\n" in text
     )
+    text = text_of("plan", "1B", "--recipe", "bf16-split", "--memory", "80GB")
+    assert "\n\nLeaves 46 GB for activations.\n\n" in text
 
 
 @pytest.mark.parametrize(

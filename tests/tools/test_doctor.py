@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -105,3 +108,24 @@ def test_the_verdict_comes_first():
         assert str(found).startswith(verdict)
         assert ("NO: 3 of 64" in str(found)) != is_exact
         assert "8 x NVIDIA H200" in str(found)
+
+
+def test_a_plugin_of_jax_that_fails_is_a_line_and_no_traceback(tmp_path):
+    """The compiler for GPUs fails so without CUDA's libraries."""
+    folder = tmp_path / "jax_plugins" / "broken"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(
+        "def initialize(): raise RuntimeError('no cuSPARSE')"
+    )
+    code = "import mpx.doctor; print(mpx.doctor.examine())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ
+        | {
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{pathlib.Path(mpx.__file__).parents[1]}"
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "jax_plugins.broken: RuntimeError: no cuSPARSE" in done.stdout

@@ -144,50 +144,6 @@ ROWS = {"axis": None, "param_specs": P("data")}  # FSDP
 
 
 @pytest.mark.parametrize(
-    ("policy", "options", "gathered", "summed"),
-    [
-        ("bf16", {}, 2, 4),
-        ("f32", {}, 4, 4),
-        ("p=f32,c=bf16", {}, 4, 4),  # new parameters, in float32
-        (
-            "p=f32,c=bf16",
-            ROWS,
-            4,
-            4,
-        ),  # weights, cast before they are sent, for the backward pass again
-        ("p=bf16,c=f32", ROWS, 4, 4),
-        ("p=bf16,c=fp8", ROWS, 4, 4),
-        ("p=bf16,c=bf16,'b'=f32", ROWS, 5, 4),  # a quarter of all in 4 bytes
-        ("p=bf16,c=bf16,r=bf16", ROWS, 4, 2),
-        ("p=bf16,c=bf16,r=bf16", {}, 2, 2),
-        ("bf16", {"axis": None}, 0, 4),  # all of it on every device
-        ("bf16", {"param_specs": P(None, "model")}, 1, 2),  # half of each weight
-        ("bf16", {"mesh": abstract(data=1)}, 0, 0),
-        ("bf16", {"mesh": None}, 0, 0),
-        (
-            "bf16",
-            {"model": {"w": jax.ShapeDtypeStruct((3, 5), jnp.float32)}},
-            0,
-            4,
-        ),  # which no axis divides
-    ],
-)
-def test_what_a_step_sends_follows_from_the_policy_and_the_sharding(
-    policy, options, gathered, summed
-):
-    shapes = {
-        "a": jax.ShapeDtypeStruct((16, 48), jnp.float32),
-        "b": jax.ShapeDtypeStruct((16, 16), jnp.float32),
-    }
-    default = {"model": shapes, "mesh": abstract(data=8, model=2)}
-    plan = memory_plan(tx=optax.sgd(0.1), policy=policy, **(default | options))
-    assert (plan.gathered_bytes_a_parameter, plan.summed_bytes_a_parameter) == (
-        gathered,
-        summed,
-    )
-
-
-@pytest.mark.parametrize(
     ("policy", "options", "size"),
     [
         ("bf16", {}, 4),

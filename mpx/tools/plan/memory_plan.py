@@ -8,7 +8,7 @@ any wrapper.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import jax
@@ -19,19 +19,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
-from mpx._dtypes import bytes_of
-from mpx._parallel.placement import parameter_specs, require_axis, sharded_spec
+from mpx._parallel.placement import parameter_specs, require_axis
 from mpx._parallel.zero1 import zero1_shardings
 from mpx._policy import Policy, as_policy
 from mpx._stored.blockwise import Blockwise8bit
 from mpx._tables import Result, Table, Unit, digits, shown, unit_for
-from mpx.tools.plan import peak as peaks
-from mpx.tools.plan.peak import Attention, Kept, Logits, Peak
 from mpx.tools.plan.rows import (
-    KEY,
     OUTSIDE_STATE,
-    SCALARS,
-    Entry,
     Kind,
     PlanRow,
     entries_of,
@@ -45,21 +39,13 @@ _BLOCK = Blockwise8bit().block_size
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan(Result):
-    """Hold the bytes of a training run and of its gradients; prints as a table."""
+    """Hold the bytes that a training run keeps, without activations; prints as a
+    table.
+    """
 
-    rows: tuple[
-        PlanRow, ...
-    ]  # one for each field of the optimizer state, and one for all scalars
+    rows: tuple[PlanRow, ...]  # a field of the optimizer state each; scalars are one
     parameters: int  # the number of trained elements
-    step: str  # whose peak is planned; empty for a batch of 0, and without matrices
-    _peaks: tuple[Peak, ...]  # of all programs that this step may be
     devices: int = 1  # of the mesh; 1 without a mesh
-    gathered_bytes_a_parameter: float = (
-        0.0  # of new parameters of `zero1`, or of weights, for either pass
-    )
-    summed_bytes_a_parameter: float = (
-        0.0  # bytes of gradients that devices add up in a step
-    )
 
     @property
     def state_bytes(self) -> int:
@@ -92,68 +78,26 @@ class MemoryPlan(Result):
         """
         return self.total_bytes_a_device / self.parameters
 
-    @property
-    def peak(self) -> dict[str, tuple[int, int, str]]:
-        """Return what the program that may need most needs besides at its peak: least
-        and most bytes, and why.
+    def left(self, memory_bytes: float) -> int:
+        """Return the bytes of a device's memory that are left for activations.
+
+        Below 0 a step may run where XLA frees each gradient as soon as it is used.
         """
-        return self._most.needs
+        return math.floor(memory_bytes) - self.total_bytes_a_device
 
-    @property
-    def least_peak_bytes_a_device(self) -> int:
-        """Bytes that one device needs at the peak of the program that needs least."""
-        return self.total_bytes_a_device + self._least.least
-
-    @property
-    def peak_bytes_a_device(self) -> int:
-        """Bytes that one device needs at the peak at most, whatever the program."""
-        return self.total_bytes_a_device + self._most.most
-
-    @property
-    def _least(self) -> Peak:
-        return min(self._peaks, key=lambda peak: peak.least)
-
-    @property
-    def _most(self) -> Peak:
-        return max(reversed(self._peaks), key=lambda peak: peak.most)
-
-    def fits(self, memory_bytes: float) -> str:
-        """Return whether a device with so many bytes can run the step.
-
-        It is `"yes"`, whatever the program, or `"no"`; `"only with ..."`, followed by
-        what makes a program fit for certain, in each way there is; or `"perhaps"`,
-        where XLA's choices decide.
+    def is_too_large(self, memory_bytes: float) -> bool:
+        """Return whether weights and state alone take more than so many bytes, so that
+        no program of a step fits.
         """
-        free = memory_bytes - self.total_bytes_a_device
-        if self._most.most <= free or self._least.least > free:
-            return "yes" if self._most.most <= free else "no"
-        ways = peaks.ways_to_fit(self._peaks, free)
-        return f"only with {', or with '.join(ways)}" if ways else "perhaps"
+        return self.left(memory_bytes) + self.bytes_of("gradients") < 0
 
     def bytes_of(self, kind: Kind) -> int:
         """Return the bytes of all rows of a kind on one device; 0 if there are none."""
         _errors.require_choice(get_args(Kind), kind, "`MemoryPlan.bytes_of`: `kind`")
         return sum(row.bytes_a_device for row in self.rows if row.kind == kind)
 
-    def largest_model(self, memory_bytes: float) -> int:
-        """Return how many parameters can be trained in the memory of one device, by the
-        program that needs least.
-
-        All parts grow in proportion, except counts and keys. The answer is 0 if not
-        even one parameter fits.
-        """
-        fixed = sum(
-            row.bytes_a_device for row in self.rows if row.name in (SCALARS, KEY)
-        )
-        return max(
-            0,
-            (int(memory_bytes) - fixed)
-            * self.parameters
-            // (self.least_peak_bytes_a_device - fixed),
-        )
-
     def _parts(self) -> Iterator[Table | str]:
-        unit = unit_for([self.peak_bytes_a_device])
+        unit = unit_for([self.total_bytes_a_device])
         parts = [
             (row.name, row.kind, " ".join(row.dtypes), row.bytes_a_device)
             for row in self.rows
@@ -168,49 +112,6 @@ class MemoryPlan(Result):
             [("part", "kind", "dtype", unit[0], "a param"), *lines],
             (3, 4),
         )
-        if self.step:
-            held, ends = self.total_bytes_a_device, {"peak, with held": self._most}
-            if self._least.program != self._most.program:
-                ends["least peak"] = self._least
-            sums = {
-                term: (held + end.least, held + end.most, "")
-                for term, end in ends.items()
-            }
-            needs = (self._most.needs | sums).items()
-            rows = [
-                (term, shown(low, unit), shown(high, unit), why)
-                for term, (low, high, why) in needs
-            ]
-            yield Table(
-                f"Besides, with {self._most.program}",
-                [("needs", "from", "to", "why"), *rows],
-                (1, 2),
-            )
-            dtypes = ", ".join(
-                next(row.dtypes for row in self.rows if row.kind == "gradients")
-            )
-            yield (
-                f"The peak is that of {self.step}, gradients in"
-                f" {dtypes}:\n{self.ends()}."
-            )
-        if self.devices > 1:
-            gathered, summed = (
-                digits(self.gathered_bytes_a_parameter),
-                digits(self.summed_bytes_a_parameter),
-            )
-            yield (
-                f"A step gathers {gathered} bytes a parameter, and adds up {summed} of"
-                " gradients over devices."
-            )
-
-    def least_program(self) -> peaks.Program:
-        """Return how the program is written that needs least."""
-        return self._least.program
-
-    def ends(self) -> str:
-        """Name the program whose peak this is, or those with the least and the most."""
-        least, most = self.least_program(), self._most.program
-        return f"from {least},\nto {most}" if least != most else f"{most}"
 
     def title(self, unit: Unit) -> str:
         """Return the title of a table of bytes in some unit."""
@@ -227,14 +128,6 @@ def memory_plan(
     mesh: Mesh | AbstractMesh | None = None,
     axis: str | None = "data",
     param_specs: Any = None,
-    batch: int = 1,
-    sequence: int = 4096,
-    kept: Kept | None = None,
-    attention: Attention | None = None,
-    logits: Logits | None = None,
-    checkpoint: bool | None = None,
-    scan: bool | None = None,
-    heads: int | None = None,
 ) -> MemoryPlan:
     """Count the bytes that a training run needs, from shapes alone: nothing is
     allocated, however large the model is.
@@ -244,18 +137,15 @@ def memory_plan(
     compute dtype, or on several devices the dtype of their sum. An array that stands in
     the tree twice counts twice, since `jax.jit` returns two.
 
-    The peak is for a transformer with these weights, by formulas: from the program that
-    needs least to the one that needs most, as far as `attention`, `logits`,
-    `checkpoint` and `scan` leave it open. For a model of another kind read it off its
-    program: `step_report`.
+    What is left of a memory is for activations. How much of it a step needs is a
+    property of its program: `step_report`.
 
     Args:
         model: a function without arguments that makes the parameters, which is traced
             and not run; or a tree of them, or of their shapes (`jax.ShapeDtypeStruct`),
             whose other leaves do not count; or their number, which stands for one
-            float32 vector, and at the peak for the layers of a Llama of this size. On a
-            mesh its elements are rounded up to 256 for each device, so that 8-bit
-            blocks are sharded too.
+            float32 vector. On a mesh its elements are rounded up to 256 for each
+            device, so that 8-bit blocks are sharded too.
         tx: any Optax transformation or chain, with the wrappers of mpx in it but
             without `zero1`: see `axis`.
         policy: the policy for storing parameters and computing with them, or its
@@ -268,17 +158,6 @@ def memory_plan(
         axis: the axis of the mesh along which `zero1` shards the optimizer state. None:
             the state is sharded only like the parameters, along any axis.
         param_specs: how parameters and their gradients are sharded, as in `zero1`.
-        batch: sequences of a device; 0 for what is held alone.
-        sequence: tokens of a sequence.
-        kept: as in `mpx.checkpoint`, `"bf16"` or `"8bit"`; None for `jax.checkpoint`.
-        attention: `"xla"` if scores are arrays, `"kernel"` if attention is one, such as
-            cuDNN's. None: either.
-        logits: `"whole"`, or in `"parts"` whose logits are computed again in the
-            backward pass. None: either.
-        checkpoint: whether a layer keeps its input alone, by a checkpoint around it.
-            None: either.
-        scan: whether layers run in a `scan`; else they are unrolled. None: either.
-        heads: of queries. None: as shapes tell, or of 64 to 128 numbers each.
 
     Returns:
         A `MemoryPlan`.
@@ -286,16 +165,12 @@ def memory_plan(
     Raises:
         TypeError: if `tx`, `policy` or `mesh` has another type.
         ValueError: if there are no floating-point parameters, a dtype is not
-            floating-point, the mesh has no such axis, `param_specs` do not divide a
-            parameter, `kept`, `attention` or `logits` is something else, `batch`,
-            `sequence` or `heads` is no such count, or `heads` do not divide the width
-            of a model.
+            floating-point, the mesh has no such axis, or `param_specs` do not divide a
+            parameter.
 
     Example:
         >>> tx = mixed_precision(optax.adamw(1e-3), "bf16", storage="split")
-        >>> print(
-        ...     memory_plan(lambda: {"w": jnp.zeros((1024, 1024))}, tx, "bf16", batch=0)
-        ... )
+        >>> print(memory_plan(lambda: {"w": jnp.zeros((1024, 1024))}, tx, "bf16"))
         Memory to train 1,048,576 parameters, in MB
         part                kind           dtype        MB  a param
         parameters          parameters     bfloat16  2.097    2.000
@@ -305,23 +180,11 @@ def memory_plan(
         nu                  second moment  float32   4.194    4.000
         counts and scalars  other state    int32     0.000    0.000
         held                                         14.68    14.00
-        >>> plan = memory_plan(8_000_000_000, tx, "bf16")
-        >>> plan.step
-        'a transformer of 32 layers of width 4,096 on 1 x 4,096 tokens a device'
-        >>> f"{plan.least_peak_bytes_a_device / 1e9:.1f} to {plan.peak_bytes_a_device / 1e9:.1f} GB"
-        '103.3 to 251.3 GB'
+        >>> plan = memory_plan(4_000_000_000, tx, "bf16")
+        >>> f"{plan.left(60e9) / 1e9:.1f} GB are left for activations"
+        '4.0 GB are left for activations'
     """
     tx = _errors.as_transformation(tx, "memory_plan")
-    for name, given, least in (
-        ("batch", batch, 0),
-        ("sequence", sequence, 1),
-        ("heads", heads, 1),
-    ):
-        if given is not None and not (_errors.is_integer(given) and given >= least):
-            raise ValueError(
-                f"`memory_plan`: `{name}` must be an integer of at least {least}, but"
-                f" got {given!r}."
-            )
     on, along, specs = _layout(mesh, axis, param_specs)
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     # Shapes without their shardings, since the plan has a mesh of its own.
@@ -351,74 +214,21 @@ def memory_plan(
             " the number of parameters."
         )
     whole = jax.tree.map(lambda _, spec: NamedSharding(on, spec), params, specs)
-    narrow = _gradients_of(trained, policy, None)
-    summed = np.dtype(
-        np.float32
-        if policy is None or policy.reduce_dtype is None
-        else policy.reduce_dtype
-    )
+    summed = np.dtype((policy and policy.reduce_dtype) or np.float32)
     gradients = _gradients_of(
         trained, policy, gradient_dtype or (summed if policy and on.size > 1 else None)
     )
     state = jax.eval_shape(tx.init, params)
     shardings = zero1_shardings(params, state, on, along, param_specs=specs)
-    weights = list(entries_of("parameters", trained, whole))
-    entries = [
-        *weights,
-        *entries_of("not trained", others, whole),
-        *entries_of("gradients", gradients, whole),
-        *state_entries(state, shardings),
-    ]
-    sent = _sent(weights, entries_of("gradients", narrow, whole), policy, along)
-    rows, needed, step = (
-        rows_of(entries),
-        (Peak(peaks.Program(True, True, True, True), 0, 0, {}),),
-        "",
+    rows = rows_of(
+        [
+            *entries_of("parameters", trained, whole),
+            *entries_of("not trained", others, whole),
+            *entries_of("gradients", gradients, whole),
+            *state_entries(state, shardings),
+        ]
     )
-    if batch:
-        shapes = (
-            peaks.shapes_of(count)
-            if _errors.is_integer(model)
-            else [p.shape for _, _, p, _ in weights]
-        )
-        is_gathered = along == _UNSHARDED and any(
-            at.shard_shape(p.shape) != p.shape for _, _, p, at in weights
-        )
-        sizes = peaks.sizes_of(shapes, heads, is_guess=_errors.is_integer(model))
-        devices = on.size if is_gathered else 1
-        dtypes = {row.kind: row.dtypes for row in rows}
-        # XLA may write what is stored in blocks, or in 24 bits, in float32 first.
-        rounded = (
-            8
-            if "uint8" in dtypes.get("low bits", ())
-            else 4 * ("scales of blocks" in dtypes)
-        )
-        largest = max(jax.tree.leaves(narrow), key=lambda p: math.prod(p.shape))
-        update = rounded * max(map(math.prod, shapes)) // devices
-        gradient = (
-            sum(row.bytes_a_device for row in rows if row.kind == "gradients") / count
-        )
-        run = (
-            batch * sequence,
-            sequence,
-            kept,
-            largest.dtype.itemsize,
-            summed.itemsize,
-            gradient,
-            devices,
-            update,
-        )
-        written = peaks.programs(attention, logits, checkpoint, scan, kept)
-        needed = tuple(
-            peaks.peak_of(program, sizes, peaks.Run(*run)) for program in written
-        )
-        if sizes.layers:
-            tokens = f"{batch:,} x {sequence:,} tokens a device"
-            step = (
-                f"a transformer of {sizes.layers:,} layers of width {sizes.width:,} on"
-                f" {tokens}"
-            )
-    return MemoryPlan(rows, count, step, needed, on.size, *(n / count for n in sent))
+    return MemoryPlan(rows, count, on.size)
 
 
 def _layout(
@@ -479,44 +289,6 @@ def _array_or_none(leaf: Any) -> Any:
         if _trees.is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
         else None
     )
-
-
-def _sent(
-    parameters: Iterable[Entry],
-    narrow: Iterable[Entry],
-    policy: Policy | None,
-    axis: str,
-) -> tuple[int, int]:
-    """Return the bytes that all-gathers of a step write and that its sums of gradients
-    read, on one device.
-
-    With `zero1` these are the new parameters. Else they are the weights, which layers
-    in checkpoints gather for either pass, along every axis that shards them, in the
-    narrower of their own and the compute dtype. Sums are as `autocast` computes them.
-    """
-    gathered = summed = 0
-    reduced = None if policy is None else policy.reduce_dtype
-    for (_, _, p, sharding), (_, _, n, _) in zip(parameters, narrow, strict=True):
-        mesh, whole, part = (
-            sharding.mesh,
-            math.prod(p.shape),
-            math.prod(sharding.shard_shape(p.shape)),
-        )
-        if axis == _UNSHARDED:
-            devices, is_gathered, size, dtype = mesh.size, part < whole, whole, n.dtype
-        else:
-            is_gathered = (
-                sharded_spec(p.shape, sharding.spec, mesh, axis) != sharding.spec
-            )
-            devices, size, dtype = mesh.shape[axis], part, p.dtype
-        if devices > 1:
-            gathered += (
-                is_gathered * bytes_of(dtype, size) * (2 if axis == _UNSHARDED else 1)
-            )
-            summed += bytes_of(
-                np.dtype(reduced or _trees.promoted(p.dtype, np.float32)), size
-            )
-    return gathered, summed
 
 
 def _gradients_of(trained: Any, policy: Policy | None, dtype: Any) -> Any:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
-from mpx.tools.program.kernels import Program
+from mpx.tools.program.kernels import HloProgram
 from mpx.tools.program.text import Instruction
 
 Uses = dict[Instruction, list[Instruction]]  # the instructions that use one
@@ -17,7 +17,7 @@ _MOVES = {
 }  # numbers stay the same
 
 
-def uses_in(program: Program) -> Uses:
+def uses_in(program: HloProgram) -> Uses:
     """Return the users of each instruction of a program, and of the computations that
     it calls.
     """

@@ -24,8 +24,8 @@ from mpx.tools.program.dataflow import (
     narrowed_to,
 )
 from mpx.tools.program.kernels import (
+    HloProgram,
     Kernel,
-    Program,
     dtype_of_product,
     products_in,
     totals,
@@ -95,7 +95,7 @@ class CompiledStep(NamedTuple):
     """A step as it was lowered and compiled: what finders look at."""
 
     lowered: Any
-    program: Program
+    program: HloProgram
     runs: Sequence[tuple[Instruction, Kernel]]
     uses: Uses
     arguments: Sequence[Argument]
@@ -190,28 +190,18 @@ def of_chain(program: Any) -> Iterator[Finding]:
     for (origin, by), count in Counter(
         (value.origin, value.changed_by) for value in seen if value.changed_by
     ).items():
+        where, chain = (
+            f"updates after `{origin}` has chosen where parameters land",
+            "optax.chain(rule, change)",
+        )
         if origin == GRADIENT:
-            what = (
-                f"`{by}` changes gradients in front of `loss_scaling`, where they are"
-                f" scaled ({count} arrays)"
-            )
-            yield Finding(
-                what,
-                0,
-                "Put it inside, as in `mpx.mixed_precision(optax.chain(clip, rule),"
-                " recipe)`.",
-            )
-        else:
-            what = (
-                f"`{by}` changes updates after `{origin}` has chosen where parameters"
-                f" land ({count} arrays)"
-            )
-            yield Finding(
-                what,
-                0,
-                "Put it inside, as in `mpx.mixed_precision(optax.chain(rule, change),"
-                " recipe)`.",
-            )
+            where = "gradients in front of `loss_scaling`, where they are scaled"
+            chain = "optax.chain(clip, rule)"
+        yield Finding(
+            f"`{by}` changes {where} ({count} arrays)",
+            0,
+            f"Put it inside, as in `mpx.mixed_precision({chain}, recipe)`.",
+        )
 
 
 def of_donation(step: CompiledStep, names: Sequence[str]) -> Iterator[Finding]:
@@ -495,10 +485,8 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
         remedies = (
             (
                 x.maker.op == "parameter",
-                (
-                    "Hold it in fewer bits (`mpx.compare_plans` shows how), or on more"
-                    " devices."
-                ),
+                "Hold it in fewer bits (`mpx.compare_plans` shows how), or on more"
+                " devices.",
             ),
             (
                 x not in memory.users,

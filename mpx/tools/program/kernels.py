@@ -21,7 +21,7 @@ Kind = Literal[
     "elementwise",
     "conversions and copies",
 ]
-Program = Sequence[Instruction]
+HloProgram = Sequence[Instruction]
 K = TypeVar("K", bound=Hashable)
 
 # What an operation does. One that stands in no line is a library call, or works element
@@ -108,7 +108,7 @@ class Kernel:
 
 
 def kernels(
-    program: Program,
+    program: HloProgram,
     target: Target | None = None,
     float32: str = "f32",
     mesh_shape: Mapping[str, int] | None = None,
@@ -145,7 +145,7 @@ def kernels(
         yield instruction, kernel
 
 
-def products_in(program: Program) -> Iterator[Instruction]:
+def products_in(program: HloProgram) -> Iterator[Instruction]:
     """Yield the matrix products and convolutions of a program, and of all that it
     calls.
     """
@@ -198,7 +198,7 @@ def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
     return dict(counts.most_common())
 
 
-def has_unknown_loop(program: Program) -> bool:
+def has_unknown_loop(program: HloProgram) -> bool:
     """Return whether there is a loop of unknown length."""
     return any(
         operation.trips is None or any(map(has_unknown_loop, operation.called))
@@ -206,7 +206,7 @@ def has_unknown_loop(program: Program) -> bool:
     )
 
 
-def _runs(program: Program, times: int = 1) -> list[tuple[Instruction, Kind, int]]:
+def _runs(program: HloProgram, times: int = 1) -> list[tuple[Instruction, Kind, int]]:
     """Return the operations that are kernels, in order of execution, with what each
     does and how often it runs.
     """
@@ -261,7 +261,7 @@ def _moved(instruction: Instruction) -> int:
     return sum(_read(array, body) for array in read) + sum(map(_written, written))
 
 
-def _read(array: Instruction, body: Program) -> int:
+def _read(array: Instruction, body: HloProgram) -> int:
     """Return the bytes that are read of an array: only the parts that are taken, if
     parts are taken or replaced.
     """

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpx.tools.program.kernels import Program
+from mpx.tools.program.kernels import HloProgram
 from mpx.tools.program.text import Instruction, Shape
 
 _HANDS_ON = (
@@ -38,7 +38,7 @@ class Memory:
     that uses it.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: HloProgram) -> None:
         """Follow the arrays through a program."""
         self.users: dict[
             Array, list[Instruction]
@@ -66,7 +66,7 @@ class Memory:
         ]
 
     def _follow(
-        self, program: Program, given: Sequence[Sequence[Array]] = ()
+        self, program: HloProgram, given: Sequence[Sequence[Array]] = ()
     ) -> list[Array]:
         """Return the arrays that a computation returns; one inside of another is given
         its arguments.

@@ -348,14 +348,12 @@ def step_report(
     try:
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        said, helps = (
-            str(error),
-            [text for part, text in _FAILURES.items() if part in str(error)],
-        )
-        if not helps:
+        said = str(error)
+        helps = next((text for part, text in _FAILURES.items() if part in said), None)
+        if helps is None:
             raise
         raise RuntimeError(
-            f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {helps[0]}"
+            f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {helps}"
         ) from error
     seconds = time.perf_counter() - start
     # What another library's jit donates (`equinox.filter_jit`) is not known from
