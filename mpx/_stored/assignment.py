@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -176,9 +176,16 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
 def require_every_pattern_used(
     state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment
 ) -> None:
-    """Raise if a pattern decides about no leaf of a state."""
+    """Raise if a pattern decides about no leaf of a state.
+
+    A role may, if another pattern decides: formats by role stand around any rule.
+    """
     used = {assigned.pattern for assigned in assignment.values()}
-    unused = [pattern for pattern in patterns if pattern not in used]
+    unused = [
+        pattern
+        for pattern in patterns
+        if pattern not in used and not (used and pattern in get_args(Role))
+    ]
     if not unused:
         return
     names = _trees.path_names(state)

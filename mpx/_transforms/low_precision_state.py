@@ -23,6 +23,7 @@ from mpx._stored.assignment import (
     require_stored_as_assigned,
 )
 from mpx._stored.blockwise import Blockwise4bit
+from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import register_state
 from mpx._stored.state_format import FLOAT32, StateFormat, is_stored, store
 from mpx._transforms.upcast import run_in_float32
@@ -134,7 +135,7 @@ def low_precision_state(
         ):  # else there is no state at all
             require_every_pattern_used(state, patterns, assignment)
         require_sound_formats(state, patterns, assignment)
-        _warn_of_products_in_4_bits(state, assignment)
+        _warn_of_losses_in_4_bits(state, assignment)
         return LowPrecisionState(_store(state, assignment, None), kept_key(key))
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -167,25 +168,29 @@ def low_precision_state(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _warn_of_products_in_4_bits(state: Any, assignment: Assignment) -> None:
-    """Warn if Muon is to multiply momentum of 4 bits: of its small singular values it
-    makes large ones.
-    """
-    momenta = {
-        id(x)
-        for part in _trees.find_states(state, optax.contrib.MuonState)
-        for x in jax.tree.leaves(part.mu)
+# States of rules that train worse with averages of 4 bits, by the table of state formats.
+_LOSE_IN_4_BITS = {
+    "MuonState": "Muon",
+    "MadgradState": "MADGRAD",
+    "ScaleByAdanState": "Adan",
+    "ScaleBySimplifiedAdEMAMixState": "Simplified AdEMAMix",
+}
+
+
+def _warn_of_losses_in_4_bits(state: Any, assignment: Assignment) -> None:
+    """Warn if averages are to be kept in 4 bits that a rule multiplies or sums up."""
+    losing = {
+        _LOSE_IN_4_BITS[owner]
+        for i, found in enumerate(leaves_of(state))
+        if i in assignment and isinstance(assignment[i].format, Blockwise4bit)
+        for owner in (part.partition(".")[0] for part in found.path_in_rule)
+        if owner in _LOSE_IN_4_BITS
     }
-    stored = [i for i, leaf in enumerate(jax.tree.leaves(state)) if id(leaf) in momenta]
-    if any(
-        isinstance(assignment[i].format, Blockwise4bit)
-        for i in stored
-        if i in assignment
-    ):
+    for rule in sorted(losing):
         _errors.warn(
-            "`low_precision_state`: Muon multiplies its momentum. In 4 bits it trains"
-            " worse: 3 to 4 spreads above float32 on a small regression. Keep it in 8"
-            ' bits: "bf16-split24-8bit", or `mpx.Blockwise8bit()`.'
+            f"`low_precision_state`: in 4 bits {rule} trains worse: 3 to 24 spreads"
+            " above float32 on a small regression. Keep its state in 8 bits:"
+            ' "bf16-split24-8bit", or `mpx.Blockwise8bit()`.'
         )
 
 

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from mpx import _errors
-from mpx._mixed_precision import MOMENTS, mixed_precision
+from mpx._mixed_precision import mixed_precision
 from mpx._policy import get_policy
 from mpx._recipes import RECIPES
 from mpx._tables import Result, Table, digits, shown, unit_for
@@ -155,10 +155,7 @@ def compare_plans(
     model = evaluate(model)
     if recipes is None:
         rows = memory_plan(model, rule).rows
-        has_moments = any(
-            row.name in MOMENTS.split("|") and row.kind.endswith("moment")
-            for row in rows
-        )
+        has_moments = any(row.kind.endswith("moment") for row in rows)
         recipes = [
             name
             for name, recipe in RECIPES.items()
