@@ -5,8 +5,6 @@ and its format.
 import abc
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import itertools
 import json
 from collections.abc import Callable, Iterable
@@ -173,8 +171,7 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     Return a stored leaf. If there are no scales, and the codes are floating numbers in
     the array's shape, return the codes. What is kept is in boxes like the array's.
     """
-    # At the first leaf: at import it would load Flax for all who have it installed.
-    _tell_flax()
+    _trees.tell_flax(StoredLeaf)
     (array,), box = jax.tree.flatten(x)
     array = array.astype(np.float32)
     if not isinstance(format, Cast):
@@ -332,30 +329,6 @@ export.register_pytree_node_serialization(
     deserialize_auxdata=_format_from_bytes,
     from_children=lambda aux_data, children: StoredLeaf(*children, *aux_data),
 )
-
-
-@functools.cache
-def _tell_flax() -> None:
-    """Let `flax.serialization` take stored leaves, if Flax is installed: mpx does not
-    depend on it.
-    """
-    if importlib.util.find_spec("flax") is not None:
-        serialization = importlib.import_module("flax.serialization")
-
-        def parts_of(leaf):
-            return {"codes": leaf.codes, "scales": leaf.scales}
-
-        def as_dict(leaf):
-            return serialization.to_state_dict(parts_of(leaf))
-
-        def from_dict(leaf, parts):
-            return dataclasses.replace(
-                leaf, **serialization.from_state_dict(parts_of(leaf), parts)
-            )
-
-        serialization.register_serialization_state(
-            StoredLeaf, as_dict, from_dict, override=True
-        )
 
 
 @dataclasses.dataclass(frozen=True)
