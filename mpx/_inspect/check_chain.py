@@ -26,7 +26,7 @@ from mpx._jaxprs import dtype_of, is_literal, propagate, propagate_inside
 from mpx._loss_scale import GRADIENTS
 from mpx._primitives import PRIMITIVES, holds_programs_run_once
 from mpx._stored.leaves import StateLeaf, leaves_of
-from mpx._stored.roles import KEPT_OF_WEIGHTS, WRITES_BACK
+from mpx._stored.roles import KEPT_OF_WEIGHTS, ROLES, WRITES_BACK
 from mpx._stored.state_format import shown
 from mpx._transforms.loss_scaling import SCALED, SKIPPED
 from mpx._writeback import MARK, SENT
@@ -137,6 +137,7 @@ def check_chain(
     after = dict(
         zip(_trees.leaves_by_path(new_state), results[len(leaves) :], strict=True)
     )
+    _require_masters(tx, trained if is_given else None)
     _require_no_lost_updates(states, histories, after)
     _require_wide_state_before_masters(states)
 
@@ -341,6 +342,36 @@ TRANSFER: dict[str, Callable[[JaxprEqn, list[Value]], Value]] = {
 
 
 # ---- what nothing may do -------------------------------------------------------------
+
+
+def _require_masters(tx: optax.GradientTransformation, params: Any) -> None:
+    """Raise if nothing is kept of 16-bit parameters since they were joined with others:
+    `optax.flatten` makes one float32 array of bfloat16 and float32 ones.
+    """
+    mixed = {
+        "bias": jax.ShapeDtypeStruct((8,), np.float32),
+        "kernel": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),
+    }
+    params = mixed if params is None else params
+    try:
+        state = jax.eval_shape(tx.init, params)
+    except Exception:  # a rule that wants other parameters, or all of one dtype
+        return
+    kept = [
+        (WRITES_BACK[type(found)], getattr(found, field))
+        for found in _trees.find_states(state, tuple(WRITES_BACK))
+        for field, role in ROLES[type(found)].items()
+        if role in KEPT_OF_WEIGHTS
+    ]
+    narrow = map(_trees.is_narrower, jax.tree.leaves(params))
+    if kept and all(_trees.is_masked(tree) for _, tree in kept) and any(narrow):
+        name = kept[0][0]
+        raise ValueError(
+            f"`check_chain`: `{name}` sees one float32 array in the place of all"
+            " parameters, some of which have 16 bits, so it keeps nothing of them:"
+            " something around it joins them, as `optax.flatten` does. Put that inside,"
+            " around the rule alone, as in `master_weights(optax.flatten(rule))`."
+        )
 
 
 def _require_linear_gradients(received: Sequence[Value]) -> None:

@@ -304,12 +304,15 @@ def require_stored_as_assigned(
     `as_made` returns the shapes of the rule's own state. They tell which leaves the
     rule itself makes in 16 bits.
     """
-    wrong = {}
+    wrong, edited = {}, {}
 
     def kind(leaf):
         return leaf.format if is_stored(leaf) else leaf.dtype
 
     for i, (path, leaf) in enumerate(_trees.leaves_by_path(state, is_stored).items()):
+        if is_stored(leaf) and _is_edited(leaf):
+            edited[path] = f"codes of {jax.tree.leaves(leaf.codes)[0].dtype}"
+            continue
         assigned = assignment.get(i)
         if assigned is not None and assigned.format != FLOAT32:
             wanted = _kept(assigned.format, leaf.shape)
@@ -322,12 +325,28 @@ def require_stored_as_assigned(
         if kind(leaf) != kind(wanted):
             named = "the rule's own" if assigned is None else assigned.format
             wrong[path] = f"stored as {kind(leaf)}, but the format is {named}"
+    _errors.refuse(
+        edited,
+        "`low_precision_state`: codes were changed as if they were the numbers",
+        "Decode, edit, encode each `mpx.states.StoredLeaf`:"
+        " `leaf.encode(0.1 * leaf.decode())`",
+    )
     what = (
         "`low_precision_state`: the state was made with other `formats` or another"
         " `min_size`"
     )
     remedy = "Use those, or call `init` and start with new moments."
     _errors.refuse(wrong, what, remedy)
+
+
+def _is_edited(leaf: Any) -> bool:
+    """Return whether codes have another dtype than their format makes."""
+    try:
+        return _kept(leaf.format, leaf.shape).codes.dtype != (
+            jax.tree.leaves(leaf.codes)[0].dtype
+        )
+    except TypeError:  # such as bits of a float
+        return True
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ from mpx._loss_scale import (
 )
 from mpx._stored.leaves import is_state, require_types
 from mpx._stored.roles import register_state
-from mpx._transforms.upcast import keep_types, stable_state
+from mpx._transforms.upcast import keep_types, stable_state, with_measurements_of
 
 # The names of incoming gradients and of updates, for `check_chain`; strings as `MARK`
 # is.
@@ -186,6 +186,7 @@ def loss_scaling(
         )
         # A bare rule may return other dtypes than it was given, and no select takes
         # both.
+        state = with_measurements_of(new_state, state)
         new_state = keep_types(state, new_state)
         # Selected, not by `lax.cond`, around which XLA fuses nothing: 63 bytes moved a
         # parameter, not 32 (AdamW, H200).

@@ -26,7 +26,7 @@ from mpx._stored.blockwise import Blockwise4bit
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import register_state
 from mpx._stored.state_format import FLOAT32, StateFormat, is_stored, store
-from mpx._transforms.upcast import run_in_float32
+from mpx._transforms.upcast import run_in_float32, with_measurements_of
 
 Rounding = Literal["nearest", "stochastic"]
 _F32 = np.dtype(np.float32)
@@ -147,7 +147,8 @@ def low_precision_state(
 
         # A function, since it traces `inner.init`, and most updates have no use for it.
         def as_made():
-            return jax.eval_shape(inner.init, updates if params is None else params)
+            made = jax.eval_shape(inner.init, updates if params is None else params)
+            return with_measurements_of(state.inner_state, made)
 
         require_stored_as_assigned(state.inner_state, assignment, as_made)
         has_boxes = any(
@@ -155,13 +156,16 @@ def low_precision_state(
         )
         wide = _load(state.inner_state, assignment, as_made() if has_boxes else None)
         updates, wide = inner.update(updates, wide, params, **extra_args)
+        inner_state = with_measurements_of(wide, state.inner_state)
+        if inner_state is not state.inner_state:
+            assignment = assign(inner_state, patterns, min_size)
         this_step, next_key = key_of_step(state.key, key)
         stored = _store(wide, assignment, this_step, rounding)
         if (
             has_boxes
         ):  # names stay as `init` gave them, which may have seen axes that are explicit
             stored = jax.tree.unflatten(
-                jax.tree.structure(state.inner_state), jax.tree.leaves(stored)
+                jax.tree.structure(inner_state), jax.tree.leaves(stored)
             )
         return updates, LowPrecisionState(stored, next_key)
 
