@@ -21,8 +21,7 @@ from mpx._transforms.master_weights import Storage, master_weights
 from mpx._transforms.stochastic_rounding import stochastic_rounding
 from mpx._transforms.upcast import upcast
 
-
-# What a recipe keeps in few bits, by what a rule calls an average: see `register_state`.
+# What a recipe keeps in few bits, by the roles of `register_state`.
 _FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {"first moment": "bf16", "second moment": "bf16"},
     "8bit": {"first moment": Blockwise8bit(), "second moment": Blockwise8bit()},

@@ -44,14 +44,6 @@ class StateFormat(abc.ABC):
 
     rounds_at_random: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "refuses" in vars(cls):  # until 1.0
-            raise TypeError(
-                f"`{cls.__name__}`: the method `refuses` of a `StateFormat` is called"
-                " `why_unsuitable` now."
-            )
-
     @abc.abstractmethod
     def encode(
         self, x: jax.Array, key: jax.Array | None = None

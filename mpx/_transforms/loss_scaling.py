@@ -206,8 +206,8 @@ def _require_stable_structure(start: LossScale) -> None:
         kind = type(start).__name__
         raise TypeError(
             f"`loss_scaling`: `{kind}.adjust` returns {after}, of another structure"
-            f" than {before}: fields that it changes must be arrays from the start, such"
-            " as `np.int32(0)`, and it must return the others as they are."
+            f" than {before}. Fields that it changes must be arrays from the start, as"
+            " in `np.int32(0)`, and it must return the others as they are."
         )
 
 
@@ -216,9 +216,9 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
     transformation.
 
     Returns:
-        A loss scale of the type that `loss_scaling` was given, with the state's scale
-        and counters as arrays. Pass it to `value_and_grad`. `NoOpLossScale()` if nothing
-        in the state scales losses.
+        The loss scale that `loss_scaling` was given, with the scale and counters of the
+        state. Pass it to `value_and_grad`. `NoOpLossScale()` if nothing in the state
+        scales losses.
 
     Raises:
         ValueError: if the state holds several loss scales.

@@ -172,7 +172,7 @@ def low_precision_state(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-# States of rules that train worse with averages of 4 bits, by the table of state formats.
+# Rules that train worse with averages of 4 bits, by the table of state formats.
 _LOSE_IN_4_BITS = {
     "MuonState": "Muon",
     "MadgradState": "MADGRAD",
