@@ -103,27 +103,27 @@ def mixed_precision(
         np.dtype(dtype) == np.float16 for dtype in (policy.compute_dtype, *stored)
     )
     is_wide = "stores no parameters below float32"
-    says_it = "is a recipe, which says how weights are kept"
-    _require_use(
-        "storage",
-        storage,
-        is_narrow and recipe is None,
-        policy,
-        says_it if recipe else is_wide,
-    )
-    _require_use(
-        "loss_scale", loss_scale, needs_scaling, policy, "has no float16 in it"
-    )
-    _require_use("axis_name", axis_name, needs_scaling, policy, "has no float16 in it")
+    says = "is a recipe, which says how weights are kept"
+    is_wide = "stores no parameters below float32"
+    is_unscaled = "has no float16 in it"
+    uses = {
+        "storage": (
+            storage,
+            is_narrow and recipe is None,
+            says if recipe else is_wide,
+        ),
+        "key": (key, is_narrow or recipe is not None, is_wide),
+        "loss_scale": (loss_scale, needs_scaling, is_unscaled),
+        "axis_name": (axis_name, needs_scaling, is_unscaled),
+    }
+    _require_use(policy, uses)
     # Under a recipe of float32 parameters an override may store some in 16 bits.
     weights: Any = (recipe.weights if recipe else storage) or (
         "split" if is_narrow else None
     )
     moments = recipe.moments if recipe else None
     of_moments = None
-    if recipe is None:
-        _require_use("key", key, is_narrow, policy, is_wide)
-    elif recipe.rounds_at_random:
+    if recipe is not None and recipe.rounds_at_random:
         key, of_moments = _two_keys(key, policy)
     if recipe is not None and weights not in ("split24", "stochastic"):
         key = None  # so that the name of the recipe is all that changes
@@ -280,12 +280,11 @@ def _two_keys(key: jax.Array | None, policy: Policy) -> jax.Array:
     return jax.random.split(_errors.one_key(key, "mixed_precision"))
 
 
-def _require_use(
-    argument: str, given: Any, needed: bool, policy: Policy, reason: str
-) -> None:
-    if given is not None and not needed:
-        raise ValueError(
-            f"`mixed_precision`: `{argument}` was given, but the policy"
-            f" {policy_text(policy)!r} {reason}, so it would do nothing. Leave it out,"
-            " or wrap the rule by hand."
-        )
+def _require_use(policy: Policy, uses: dict[str, tuple[Any, bool, str]]) -> None:
+    for argument, (given, needed, reason) in uses.items():
+        if given is not None and not needed:
+            raise ValueError(
+                f"`mixed_precision`: `{argument}` was given, but the policy"
+                f" {policy_text(policy)!r} {reason}, so it would do nothing. Leave it"
+                " out, or wrap the rule by hand."
+            )

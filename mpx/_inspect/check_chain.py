@@ -348,11 +348,9 @@ def _require_masters(tx: optax.GradientTransformation, params: Any) -> None:
     """Raise if nothing is kept of 16-bit parameters since they were joined with others:
     `optax.flatten` makes one float32 array of bfloat16 and float32 ones.
     """
-    mixed = {
-        "bias": jax.ShapeDtypeStruct((8,), np.float32),
-        "kernel": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),
-    }
-    params = mixed if params is None else params
+    if params is None:
+        dtypes = {"bias": np.float32, "kernel": jnp.bfloat16}
+        params = {name: jax.ShapeDtypeStruct((8,), x) for name, x in dtypes.items()}
     try:
         state = jax.eval_shape(tx.init, params)
     except Exception:  # a rule that wants other parameters, or all of one dtype
@@ -365,9 +363,8 @@ def _require_masters(tx: optax.GradientTransformation, params: Any) -> None:
     ]
     narrow = map(_trees.is_narrower, jax.tree.leaves(params))
     if kept and all(_trees.is_masked(tree) for _, tree in kept) and any(narrow):
-        name = kept[0][0]
         raise ValueError(
-            f"`check_chain`: `{name}` sees one float32 array in the place of all"
+            f"`check_chain`: `{kept[0][0]}` sees one float32 array in the place of all"
             " parameters, some of which have 16 bits, so it keeps nothing of them:"
             " something around it joins them, as `optax.flatten` does. Put that inside,"
             " around the rule alone, as in `master_weights(optax.flatten(rule))`."
