@@ -113,7 +113,7 @@ class LossScale:
 _LEAVES = "_leaves"
 
 
-def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Hashable]:
+def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
     contents = {
         field.name: getattr(value, field.name) for field in dataclasses.fields(value)
     }

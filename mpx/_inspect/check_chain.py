@@ -46,7 +46,8 @@ def check_chain(
     loss: clipping in front of it clips scaled gradients, and an average over steps
     (`optax.MultiSteps`) never loses a NaN again, so that every later step is skipped.
     What is added behind it, such as weight decay, is added in skipped steps too. A rule
-    outside of `master_weights` may not keep its state in 16 bits. Call this once, where
+    outside of `master_weights` may not keep its state in 16 bits, and none may join
+    parameters of several dtypes there (`optax.flatten`). Call this once, where
     the optimizer is made; it only traces.
 
     Args:

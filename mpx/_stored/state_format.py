@@ -307,9 +307,8 @@ def _format_as_bytes(static: tuple[StateFormat]) -> bytes:
     """Return a format as `jax.export` keeps it, with the types of a step's
     arguments.
     """
-    return json.dumps(
-        [_name_of(type(static[0])), dataclasses.asdict(static[0])]
-    ).encode()  # type: ignore[call-overload]
+    format: Any = static[0]  # a dataclass, as every format is
+    return json.dumps([_name_of(type(format)), dataclasses.asdict(format)]).encode()
 
 
 def _format_from_bytes(data: bytes) -> tuple[StateFormat]:
