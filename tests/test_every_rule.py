@@ -469,7 +469,7 @@ IN_8_BITS = {
     "optimistic_adam_v2": "mu nu", "radam": "mu nu", "rmsprop": "nu trace", "sgd": "trace", "signum": "ema",
     "sm3": "nu", "yogi": "mu nu", "contrib.acprop": "mu nu", "contrib.ademamix": "m1 m2 nu",
     "contrib.adopt": "mu nu", "contrib.dadapt_adamw": "exp_avg exp_avg_sq", "contrib.galore": "mu nu",
-    "contrib.madgrad": "grad_sum_sq s", "contrib.mechanize": "mu nu", "contrib.momo": "exp_avg",
+    "contrib.madgrad": "grad_sum_sq", "contrib.mechanize": "mu nu", "contrib.momo": "exp_avg",
     "contrib.momo_adam": "exp_avg exp_avg_sq", "contrib.muon": "mu", "contrib.prodigy": "exp_avg exp_avg_sq",
     "contrib.schedule_free": "mu nu", "contrib.schedule_free_adamw": "nu", "contrib.simplified_ademamix": "m n",
     "contrib.sophia": "mu nu",
