@@ -119,8 +119,8 @@ def role_of_field(kind: type, field: str) -> Role:
 
 
 # What fields are by their names, in states of some types by theirs alone. In states of
-# Optax others may be negative. `MadgradState.s` is no moment: weights are made of it, and
-# in 8 bits they end further away (a loss of 0.017 for 0.011 in a linear regression).
+# Optax others may be negative. `MadgradState.s` is no moment: weights are made of it,
+# and in 8 bits they end further away (a loss of 0.017 for 0.011 in a regression).
 _NAMES: dict[Role, str] = {
     "first moment": (
         "mu m m1 m2 trace momentum exp_avg ema ScaleByAdanState.g"
