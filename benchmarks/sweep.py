@@ -15,11 +15,23 @@ import numpy as np
 import optax
 
 import mpx
-from mpx._mixed_precision import MomentsIn
 from tests.rules import MIN_SIZE, RULES, WRITE_BACKS, moment_fields
 
 STEPS = 120
 BATCH = 32
+
+
+class FourBits(mpx.Blockwise4bit):
+    """4 bits, and 8 for second moments."""
+
+    def for_role(self, role):
+        """Return the format of a leaf."""
+        return mpx.Blockwise8bit().for_role(role) if role == "second moment" else self
+
+    def why_unsuitable(self, role, shape):
+        """Refuse nothing."""
+        return None
+
 
 STATES = {
     "f32": None,
@@ -31,7 +43,7 @@ STATES = {
     },
     "8-bit": {"format": mpx.Blockwise8bit()},
     "4-bit": {
-        "format": MomentsIn(mpx.Blockwise4bit(), mpx.Blockwise8bit()),
+        "format": FourBits(),
         "key": jax.random.PRNGKey(2),
     },
 }

@@ -76,11 +76,6 @@ def element(
 
     @functools.wraps(wrapper)
     def called(*args, **kwargs):
-        if "narrow_updates" in kwargs:  # until 1.0
-            raise ValueError(
-                f"`{wrapper.__name__}`: `narrow_updates` is called"
-                " `updates_in_param_dtype` now."
-            )
         first = args[0] if args else ""
         # A function is a rule that was not called, and a number its learning rate: the
         # wrapper refuses both in words.

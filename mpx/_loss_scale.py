@@ -2,12 +2,14 @@
 see.
 """
 
+import copy
 import dataclasses
 import functools
+import json
 import math
 import warnings
 from collections.abc import Hashable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +32,10 @@ class LossScale:
     next one.
 
     A loss scale is a frozen dataclass with a field `loss_scale`, and a pytree: fields
-    that are given Python numbers belong to its structure, and all others are leaves. A
-    class of your own defines `state`, and `adjust`, `resume` and `can_shrink` if it
-    adapts.
+    that are given Python numbers are settings, which belong to its structure, and all
+    others are leaves. A class of your own defines `adjust` and `can_shrink` if it
+    adapts. What `adjust` changes must be an array, such as `np.int32(0)`; only
+    `loss_scale` may be a number.
 
     Attributes:
         loss_scale: scalar.
@@ -44,9 +47,6 @@ class LossScale:
             an optimizer without a loss scale.
 
     Example:
-        >>> class HalvingState(NamedTuple):
-        ...     def at(self, loss_scale):
-        ...         return Halving(loss_scale)
         >>> @dataclasses.dataclass(frozen=True)
         ... class Halving(LossScale):  # halves at a bad step, and never grows
         ...     loss_scale: ArrayLike
@@ -56,9 +56,6 @@ class LossScale:
         ...         return Halving(
         ...             jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2)
         ...         )
-        ...
-        ...     def state(self):
-        ...         return HalvingState()
         >>> tx = loss_scaling(optax.sgd(1.0), Halving(8.0))
         >>> _, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
         >>> get_loss_scale(state)
@@ -71,12 +68,19 @@ class LossScale:
     skips_bad_steps: bool = True
 
     def __init_subclass__(cls) -> None:
-        """Register the class as a pytree."""
+        """Register the class as a pytree, and one of mpx for `jax.export`, once."""
         # Before `dataclass` has given it fields: they are read when a value is
         # flattened.
         jax.tree_util.register_pytree_with_keys(
             cls, _flatten_with_keys, functools.partial(_unflatten, cls)
         )
+        if cls.__module__.startswith("mpx."):
+            export.register_pytree_node_serialization(
+                cls,
+                serialized_name=f"mpx.{cls.__name__}",
+                serialize_auxdata=_structure_as_bytes,
+                deserialize_auxdata=_structure_from_bytes,
+            )
 
     def scale(self, tree: T) -> T:
         """Multiply the leaves, in float32 if they are narrower."""
@@ -103,39 +107,13 @@ class LossScale:
         """
         return False
 
-    def init(self) -> Any:
-        """Return `state()` for the first step; raise a ValueError if no training run
-        can start with this value.
-        """
-        return self.state()
-
-    def state(self) -> Any:
-        """Return what an optimizer's state keeps beside the scale, a NamedTuple of
-        arrays.
-
-        Its method `at(loss_scale)` returns the value again.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} must define `state`; see `LossScale`."
-        )
-
-    def resume(self, loss_scale: ArrayLike, state: Any) -> "LossScale":
-        """Return a value with the settings of this one, and the scale and counters of a
-        checkpoint.
-        """
-        return (
-            self
-            if self.is_always_one
-            else dataclasses.replace(self, loss_scale=loss_scale)
-        )  # type: ignore[type-var]
-
 
 # the names of the leaves, in a value that was unflattened: they are leaves whatever
 # they hold now
 _LEAVES = "_leaves"
 
 
-def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Hashable]:
+def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
     contents = {
         field.name: getattr(value, field.name) for field in dataclasses.fields(value)
     }
@@ -166,11 +144,41 @@ def _unflatten(kind: type, structure: Any, leaves: Any) -> Any:
     return value
 
 
-class NoOpLossScaleState(NamedTuple):
-    """State of a `NoOpLossScale`."""
+def _structure_as_bytes(structure: Hashable) -> bytes:
+    return json.dumps(structure).encode()
 
-    def at(self, loss_scale: ArrayLike) -> "NoOpLossScale":
-        return NoOpLossScale()
+
+def _structure_from_bytes(data: bytes) -> Hashable:
+    names, numbers = json.loads(data)
+    return tuple(names), tuple(map(tuple, numbers))
+
+
+def with_number(value: Any, loss_scale: Any) -> Any:
+    """Return a loss scale with another number, or None, as its `loss_scale`.
+
+    It is made without the constructor, which reads numbers: that would wait for the
+    device at every step.
+    """
+    if value.is_always_one:
+        return value
+    new = copy.copy(value)
+    object.__setattr__(new, "loss_scale", loss_scale)
+    if _LEAVES in vars(new):
+        object.__setattr__(new, _LEAVES, (*vars(new)[_LEAVES], "loss_scale"))
+    return new
+
+
+def with_leaves_of(value: T, other: Any) -> T:
+    """Return a loss scale with the settings of `value`, and with the leaves that
+    `other` has in these fields.
+    """
+    children, (names, numbers) = _flatten_with_keys(value)
+    leaves = jax.tree.map(
+        lambda mine, others: jnp.asarray(others, mine.dtype),
+        [child for _, child in children],
+        [getattr(other, name) for name in names],
+    )
+    return _unflatten(type(value), (names, numbers), leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,16 +193,6 @@ class NoOpLossScale(LossScale):
     skips_bad_steps: bool = dataclasses.field(default=True, repr=False, compare=False)
     loss_scale = 1
     is_always_one = True
-
-    def state(self) -> NoOpLossScaleState:
-        return NoOpLossScaleState()
-
-
-class StaticLossScaleState(NamedTuple):
-    """State of a `StaticLossScale`."""
-
-    def at(self, loss_scale: ArrayLike) -> "StaticLossScale":
-        return StaticLossScale(loss_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,27 +211,6 @@ class StaticLossScale(LossScale):
 
     def __post_init__(self) -> None:
         _number_of(self, "loss_scale")
-
-    def state(self) -> StaticLossScaleState:
-        return StaticLossScaleState()
-
-
-class DynamicLossScaleState(NamedTuple):
-    """State of a `DynamicLossScale`: its other fields, as int32 and float32 scalars."""
-
-    counter: jax.Array  # int32
-    bad_steps: jax.Array  # int32
-    period: jax.Array  # int32
-    factor: jax.Array  # float32
-    min_loss_scale: jax.Array  # float32
-    max_loss_scale: jax.Array  # float32
-    hysteresis: jax.Array  # int32
-
-    def at(self, loss_scale: ArrayLike) -> "DynamicLossScale":
-        fields = {"loss_scale": loss_scale} | self._asdict()
-        # Without the constructor, which reads numbers: that would wait for the device
-        # at every step.
-        return _unflatten(DynamicLossScale, (tuple(fields), ()), fields.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,44 +352,6 @@ class DynamicLossScale(LossScale):
     def can_shrink(self) -> jax.Array:
         return jnp.asarray(self.loss_scale) > self.min_loss_scale
 
-    def init(self) -> DynamicLossScaleState:
-        low, scale, high = (
-            _number_of(self, name)
-            for name in ("min_loss_scale", "loss_scale", "max_loss_scale")
-        )
-        if not (low is None or scale is None or high is None or low <= scale <= high):
-            raise ValueError(
-                f"`loss_scaling`: the scale {scale} must lie between its bounds"
-                f" {low} and {high}."
-            )
-        return self.state()
-
-    def state(self) -> DynamicLossScaleState:
-        integers = ("counter", "bad_steps", "period", "hysteresis")
-        dtypes = {
-            name: np.int32 if name in integers else np.float32
-            for name in DynamicLossScaleState._fields
-        }
-        return DynamicLossScaleState(
-            **{name: jnp.asarray(getattr(self, name), dtypes[name]) for name in dtypes}
-        )
-
-    def resume(
-        self, loss_scale: ArrayLike, state: DynamicLossScaleState
-    ) -> "DynamicLossScale":
-        return dataclasses.replace(
-            self,
-            loss_scale=loss_scale,
-            counter=state.counter,
-            bad_steps=state.bad_steps,
-        )
-
-
-for _kind in (NoOpLossScaleState, StaticLossScaleState, DynamicLossScaleState):
-    export.register_namedtuple_serialization(
-        _kind, serialized_name=f"mpx.{_kind.__name__}"
-    )
-
 
 def is_power_of_two(x: float) -> bool:
     """Return whether `x` is a positive finite power of two, so that multiplying by it
@@ -449,6 +388,18 @@ def require_powers_of_two(loss_scale: Any, caller: str) -> None:
             f" be powers of two, but got {', '.join(wrong)}. Use the nearest power of"
             " two, such as 2.0**15."
         )
+
+
+def require_within_bounds(scale: LossScale) -> None:
+    """Raise if no training run can start with this value."""
+    if isinstance(scale, DynamicLossScale):
+        names = ("min_loss_scale", "loss_scale", "max_loss_scale")
+        low, start, high = (_number_of(scale, name) for name in names)
+        if None not in (low, start, high) and not low <= start <= high:  # type: ignore[operator]
+            raise ValueError(
+                f"`loss_scaling`: the scale {start} must lie between its bounds"
+                f" {low} and {high}."
+            )
 
 
 def _multiply(tree: T, factor: ArrayLike, *, inverse: bool = False) -> T:

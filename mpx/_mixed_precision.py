@@ -1,6 +1,5 @@
 """`mixed_precision`: put a whole recipe around any rule."""
 
-import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -13,10 +12,8 @@ from mpx._chain import element
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy, as_policy, policy_text, with_policy
 from mpx._recipes import RECIPES
-from mpx._stored.assignment import assign, checked_patterns
 from mpx._stored.blockwise import Blockwise4bit, Blockwise8bit
-from mpx._stored.roles import Role
-from mpx._stored.state_format import FLOAT32, Cast, StateFormat
+from mpx._stored.leaves import leaves_of
 from mpx._transforms.kahan_summation import kahan_summation
 from mpx._transforms.loss_scaling import loss_scaling
 from mpx._transforms.low_precision_state import low_precision_state
@@ -24,46 +21,13 @@ from mpx._transforms.master_weights import Storage, master_weights
 from mpx._transforms.stochastic_rounding import stochastic_rounding
 from mpx._transforms.upcast import upcast
 
-
-@dataclasses.dataclass(frozen=True)
-class MomentsIn(StateFormat):
-    """Formats for moments, by what a field of the state is: a pattern alone would also
-    match a layer called `mu`.
-    """
-
-    first: StateFormat
-    second: StateFormat
-
-    @property
-    def rounds_at_random(self) -> bool:  # type: ignore[override]
-        """Return whether one of them needs a key."""
-        return self.first.rounds_at_random or self.second.rounds_at_random
-
-    def encode(self, x: jax.Array, key: jax.Array | None = None) -> Any:
-        """Encode as a first moment."""
-        return self.first.encode(x, key)
-
-    def decode(self, codes: Any, scales: Any) -> Any:
-        """Decode a first moment."""
-        return self.first.decode(codes, scales)
-
-    def for_role(self, role: Role) -> StateFormat:
-        """Return the format of a moment; anything else stays in float32."""
-        if role == "second moment":
-            return self.second.for_role(role)
-        return (
-            self.first.for_role(role) if role in ("first moment", "signed") else FLOAT32
-        )
-
-
-MOMENTS = (  # as rules of Optax and others call them
-    "mu|nu|trace|momentum|exp_avg|exp_avg_sq|sum_of_squares"
-)
-_FORMATS = {
-    "bf16": MomentsIn(Cast("bfloat16"), Cast("bfloat16")),
-    "8bit": MomentsIn(Blockwise8bit(), Blockwise8bit()),
-    "4bit": MomentsIn(Blockwise4bit(), Blockwise8bit()),
+# What a recipe keeps in few bits, by the roles of `register_state`.
+_FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {"first moment": "bf16", "second moment": "bf16"},
+    "8bit": {"first moment": Blockwise8bit(), "second moment": Blockwise8bit()},
+    "4bit": {"first moment": Blockwise4bit(), "second moment": Blockwise8bit()},
 }
+_MIN_SIZE = 4096  # smaller leaves stay float32, in recipes that keep codes
 
 
 @element
@@ -139,32 +103,33 @@ def mixed_precision(
         np.dtype(dtype) == np.float16 for dtype in (policy.compute_dtype, *stored)
     )
     is_wide = "stores no parameters below float32"
-    says_it = "is a recipe, which says how weights are kept"
-    _require_use(
-        "storage",
-        storage,
-        is_narrow and recipe is None,
-        policy,
-        says_it if recipe else is_wide,
-    )
-    _require_use(
-        "loss_scale", loss_scale, needs_scaling, policy, "has no float16 in it"
-    )
-    _require_use("axis_name", axis_name, needs_scaling, policy, "has no float16 in it")
+    says = "is a recipe, which says how weights are kept"
+    is_wide = "stores no parameters below float32"
+    is_unscaled = "has no float16 in it"
+    uses = {
+        "storage": (
+            storage,
+            is_narrow and recipe is None,
+            says if recipe else is_wide,
+        ),
+        "key": (key, is_narrow or recipe is not None, is_wide),
+        "loss_scale": (loss_scale, needs_scaling, is_unscaled),
+        "axis_name": (axis_name, needs_scaling, is_unscaled),
+    }
+    _require_use(policy, uses)
     # Under a recipe of float32 parameters an override may store some in 16 bits.
     weights: Any = (recipe.weights if recipe else storage) or (
         "split" if is_narrow else None
     )
+    moments = recipe.moments if recipe else None
     of_moments = None
-    if recipe is None:
-        _require_use("key", key, is_narrow, policy, is_wide)
-    elif recipe.rounds_at_random:
+    if recipe is not None and recipe.rounds_at_random:
         key, of_moments = _two_keys(key, policy)
-    else:
+    if recipe is not None and weights not in ("split24", "stochastic"):
         key = None  # so that the name of the recipe is all that changes
-    if recipe is not None and recipe.moments is not None:
+    if moments is not None:
         tx = _with_moments(
-            tx, recipe.moments, policy, of_moments if recipe.moments == "4bit" else None
+            tx, moments, policy, of_moments if moments == "4bit" else None
         )
     if updates_in_param_dtype and weights != "full":
         raise ValueError(
@@ -173,7 +138,7 @@ def mixed_precision(
             ' or a policy with 16-bit parameters and `storage="full"`.'
         )
     if weights == "kahan":
-        tx = optax.chain(tx, kahan_summation())
+        tx = optax.chain(tx if moments else upcast(tx), kahan_summation())
     elif weights == "stochastic":
         tx = optax.chain(upcast(tx), stochastic_rounding(key))  # type: ignore[arg-type]  # it has one: see `rounds_at_random`
     elif weights is not None:
@@ -198,33 +163,49 @@ def _with_moments(
     """Keep the moments of a rule in fewer bits, all of them in 16, large ones in 8 or
     4.
     """
-    formats = {MOMENTS: _FORMATS[moments]}
-    tx = low_precision_state(
-        inner, formats, min_size=0 if moments == "bf16" else 4096, key=key
-    )
+    formats, min_size = _FORMATS[moments], 0 if moments == "bf16" else _MIN_SIZE
+    tx = low_precision_state(inner, formats, min_size=min_size, key=key)
 
     def init_fn(params):
-        found = assign(
-            jax.eval_shape(inner.init, _trees.shapes_of(params)),
-            checked_patterns(formats),
-            0,
-        )
+        leaves = [
+            found
+            for found in leaves_of(jax.eval_shape(inner.init, _trees.shapes_of(params)))
+            if _trees.is_inexact(found.leaf) and found.leaf.shape
+        ]
+        unknown = [
+            _trees.path_string(found.path)
+            for found in leaves
+            if found.role == "unknown" and found.leaf.size >= _MIN_SIZE
+        ]
+        remedy = _DECLARE.format(_errors.listed(unknown, 5)) if unknown else ""
         # A group of `optax.partition` may have no parameters, or numbers alone, whose
         # moments stay as they are.
         has_arrays = any(
             _trees.is_floating(p) and np.ndim(p) for p in jax.tree.leaves(params)
         )
-        if has_arrays and not found:
+        if has_arrays and all(found.role not in formats for found in leaves):
             raise ValueError(
                 f"`mixed_precision`: the recipe {policy.recipe!r} keeps the rule's"
-                " moments in fewer bits, but the rule has no field called"
-                f" {MOMENTS.replace('|', ', ')}. Take a recipe that leaves its state"
-                " alone, such as 'bf16-split', or say what to store by"
-                " `low_precision_state`."
+                " moments in fewer bits, but no field of its state is known as a"
+                " moment. Take a recipe that leaves its state alone, such as"
+                f" 'bf16-split'.{remedy}"
+            )
+        if unknown:
+            _errors.warn(
+                f"`mixed_precision`: the recipe {policy.recipe!r} keeps moments in"
+                f" fewer bits.{remedy}"
             )
         return tx.init(params)
 
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+
+
+_DECLARE = (
+    " It does not know what these leaves of the state are, so they stay as they are:"
+    " {}. Declare the fields of the state's type: `mpx.register_state(name_of_field="
+    '"first moment", ...)` (or "second moment", if it is never negative; or "weights",'
+    " which nothing may round)."
+)
 
 
 def _checked(
@@ -299,12 +280,11 @@ def _two_keys(key: jax.Array | None, policy: Policy) -> jax.Array:
     return jax.random.split(_errors.one_key(key, "mixed_precision"))
 
 
-def _require_use(
-    argument: str, given: Any, needed: bool, policy: Policy, reason: str
-) -> None:
-    if given is not None and not needed:
-        raise ValueError(
-            f"`mixed_precision`: `{argument}` was given, but the policy"
-            f" {policy_text(policy)!r} {reason}, so it would do nothing. Leave it out,"
-            " or wrap the rule by hand."
-        )
+def _require_use(policy: Policy, uses: dict[str, tuple[Any, bool, str]]) -> None:
+    for argument, (given, needed, reason) in uses.items():
+        if given is not None and not needed:
+            raise ValueError(
+                f"`mixed_precision`: `{argument}` was given, but the policy"
+                f" {policy_text(policy)!r} {reason}, so it would do nothing. Leave it"
+                " out, or wrap the rule by hand."
+            )

@@ -1,6 +1,8 @@
 """Find, name and cast the leaves of pytrees."""
 
 import functools
+import importlib
+import importlib.util
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -348,3 +350,32 @@ def _converter(
         if shardings is None
         else jax.jit(convert, out_shardings=list(shardings))
     )
+
+
+@functools.cache
+def tell_flax(kind: type) -> None:
+    """Let `flax.serialization` take nodes of a class, if Flax is installed: mpx does
+    not depend on it.
+
+    Call it when the first is made: at import it would load Flax for all who have it.
+    """
+    if importlib.util.find_spec("flax") is None:
+        return
+    serialization = importlib.import_module("flax.serialization")
+
+    def opened(node):
+        children, structure = jax.tree.flatten_with_path(
+            node, is_leaf=lambda x: x is not node
+        )
+        return {path[0].name: child for path, child in children}, structure
+
+    def as_dict(node):
+        return serialization.to_state_dict(opened(node)[0])
+
+    def from_dict(node, parts):
+        children, structure = opened(node)
+        return structure.unflatten(
+            serialization.from_state_dict(children, parts).values()
+        )
+
+    serialization.register_serialization_state(kind, as_dict, from_dict, override=True)

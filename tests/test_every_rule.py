@@ -6,6 +6,7 @@ By default each rule runs in one place (`tests/matrix.py`), and one rule of each
 trained for longer; CI runs them all.
 """
 
+import functools
 import pickle
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from mpx import _trees
 from mpx.states import (
     KahanSummationState,
     LossScalingState,
@@ -456,3 +458,43 @@ def test_the_table_in_the_docs_counts_every_rule_and_names_those_that_lose():
         for i, count in enumerate(counts):
             bold = sum("**" in figures[i] for figures in lost.values())
             assert count == f"{len(those) - bold} of {len(those)}", (state, head[1 + i])
+
+
+# What a recipe stores in 8 bits, by the fields of the rule's state: averages, whatever
+# a rule calls them. Sums, differences and copies of weights stay in float32.
+IN_8_BITS = {
+    "adabelief": "mu nu", "adadelta": "e_g e_x", "adafactor": "v", "adagrad": "sum_of_squares", "adam": "mu nu",
+    "adamax": "mu nu", "adamaxw": "mu nu", "adamw": "mu nu", "adan": "g m n v", "amsgrad": "mu nu nu_max",
+    "lamb": "mu nu", "lars": "trace", "lion": "mu", "nadam": "mu nu", "nadamw": "mu nu", "novograd": "mu",
+    "optimistic_adam_v2": "mu nu", "radam": "mu nu", "rmsprop": "nu trace", "sgd": "trace", "signum": "ema",
+    "sm3": "nu", "yogi": "mu nu", "contrib.acprop": "mu nu", "contrib.ademamix": "m1 m2 nu",
+    "contrib.adopt": "mu nu", "contrib.dadapt_adamw": "exp_avg exp_avg_sq", "contrib.galore": "mu nu",
+    "contrib.madgrad": "grad_sum_sq", "contrib.mechanize": "mu nu", "contrib.momo": "exp_avg",
+    "contrib.momo_adam": "exp_avg exp_avg_sq", "contrib.muon": "mu", "contrib.prodigy": "exp_avg exp_avg_sq",
+    "contrib.schedule_free": "mu nu", "contrib.schedule_free_adamw": "nu", "contrib.simplified_ademamix": "m n",
+    "contrib.sophia": "mu nu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_recipe_stores_the_averages_of_every_rule_in_8_bits(name):
+    params = {"w": jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)}
+    make = RULES[name].make
+    if name == "adafactor":  # its factors are small
+        make = functools.partial(optax.adafactor, 1e-2, factored=False)
+    elif name == "contrib.galore":
+        make = functools.partial(optax.contrib.galore, 1e-2, rank=64)
+    tx = mpx.mixed_precision(make(), "bf16-split-8bit")
+    if name not in IN_8_BITS:
+        with pytest.raises(ValueError, match="no field of its state is known"):
+            jax.eval_shape(tx.init, params)
+        return
+    state = jax.eval_shape(tx.init, params)
+    stored = {
+        [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)][-1]
+        for path, leaf in _trees.leaves_by_path(
+            state, lambda x: isinstance(x, StoredLeaf)
+        ).items()
+        if isinstance(leaf, StoredLeaf)
+    }
+    assert stored == set(IN_8_BITS[name].split())

@@ -2,6 +2,8 @@
 says.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,9 @@ import pytest
 import mpx
 from mpx._jaxprs import flatten
 from mpx._recipes import RECIPES
+from mpx._stored.roles import ROLES
 from tests.autocast.helpers import contractions
-from tests.helpers import assert_same_bits, cases, stepper
+from tests.helpers import assert_same_bits, cases, stepper, types_of
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -185,7 +188,7 @@ REFUSED = [
         lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split-8bit").init(
             {"w": jnp.ones(2, jnp.bfloat16)}
         ),
-        "keeps the rule's moments in fewer bits, but the rule has no field called mu",
+        "keeps the rule's moments in fewer bits, but no field of its state is known",
     ),
     (
         lambda: mpx.mixed_precision(optax.adamw(1.0), "bf16-kahan").init(
@@ -218,7 +221,7 @@ def test_a_recipe_of_low_precision_moments_takes_parameters_that_have_none_to_st
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} <= {
         jnp.dtype("float32")
     }
-    with pytest.raises(ValueError, match="has no field called mu"):
+    with pytest.raises(ValueError, match="no field of its state is known as a moment"):
         mpx.mixed_precision(optax.sgd(1e-3), recipe).init(
             params | {"w": jnp.ones(4, jnp.bfloat16)}
         )
@@ -250,3 +253,67 @@ def test_one_more_leaf_of_a_shape_costs_the_trace_a_few_calls(name):
         "full",
         "stochastic",
     )
+
+
+EVERY_ROW = [
+    (weights, moments)
+    for weights in (None, "full", "split", "split24", "kahan", "stochastic")
+    for moments in (None, "bf16", "8bit", "4bit")
+]
+
+
+@pytest.mark.parametrize(("weights", "moments"), EVERY_ROW)
+def test_a_recipe_can_join_any_storage_with_any_format_of_moments(
+    weights, moments, monkeypatch
+):
+    recipe = RECIPES["bf16-split"]._replace(weights=weights, moments=moments)
+    if weights is None:
+        recipe = recipe._replace(policy="params=f32,compute=bf16,output=f32")
+    monkeypatch.setitem(RECIPES, "new", recipe)
+    tx = mpx.mixed_precision(optax.adamw(1e-2), "new", **key_of("new"))
+    params = mpx.get_policy("new").cast_to_param({"w": jnp.ones((64, 64), jnp.float32)})
+    state = tx.init(params)
+    _, after = jax.jit(stepper(tx))(params, state, params)
+    assert types_of(after) == types_of(state)
+    first = jax.tree.leaves(optax.tree.get(state, "mu"))[0]
+    by_moments = {None: "float32", "bf16": "bfloat16", "8bit": "int8", "4bit": "uint8"}
+    assert first.dtype.name == by_moments[moments]
+
+
+class Drift(NamedTuple):
+    averages: Any
+    sums: Any
+    few: Any
+
+
+def drift():
+    """A rule with a state of a type that mpx does not know."""
+
+    def init(params):
+        return Drift(*(jax.tree.map(jnp.zeros_like, params) for _ in range(3)))
+
+    return optax.GradientTransformation(init, lambda u, s, params=None: (u, s))
+
+
+def test_leaves_that_nothing_is_known_of_are_named_and_stay_as_they_are():
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
+    rule = optax.chain(optax.trace(0.9), drift())
+    tx = mpx.mixed_precision(rule, "bf16-split-8bit")
+    expected = "stay as they are: 1/averages/w, 1/sums/w, 1/few/w. Declare .*register_s"
+    with pytest.warns(UserWarning, match=expected):
+        state = tx.init(params)
+    assert optax.tree.get(state, "sums")["w"].dtype == jnp.float32
+    with pytest.raises(ValueError, match=r"known as a moment.*1/averages/w"):
+        mpx.mixed_precision(
+            optax.chain(optax.identity(), drift()), "bf16-split-8bit"
+        ).init(params)
+
+
+def test_a_field_that_is_declared_a_moment_is_stored_in_few_bits(monkeypatch):
+    declared = {"averages": "first moment", "sums": "second moment", "few": "signed"}
+    monkeypatch.setitem(ROLES, Drift, declared)
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    state = mpx.mixed_precision(drift(), "bf16-split-8bit").init(params)
+    kept = [optax.tree.get(state, field)["w"] for field in declared]
+    assert [x.codes.dtype for x in kept[:2]] == [np.int8, np.uint8]
+    assert kept[2].dtype == np.float32

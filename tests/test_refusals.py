@@ -217,10 +217,6 @@ VALUES = [
         "'as_computed' or None, but got 'lossless'.",
     ),  # its old name
     (
-        given(mpx.master_weights, SGD, narrow_updates=True),
-        "`narrow_updates` is called `updates_in_param_dtype` now.",
-    ),
-    (
         made(lambda: recipe(IN_BF16).init, W),
         "all of those given are float32 or wider. Cast them first: `par",
     ),

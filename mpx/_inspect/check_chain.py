@@ -26,7 +26,7 @@ from mpx._jaxprs import dtype_of, is_literal, propagate, propagate_inside
 from mpx._loss_scale import GRADIENTS
 from mpx._primitives import PRIMITIVES, holds_programs_run_once
 from mpx._stored.leaves import StateLeaf, leaves_of
-from mpx._stored.roles import KEPT_OF_WEIGHTS, WRITES_BACK
+from mpx._stored.roles import KEPT_OF_WEIGHTS, ROLES, WRITES_BACK
 from mpx._stored.state_format import shown
 from mpx._transforms.loss_scaling import SCALED, SKIPPED
 from mpx._writeback import MARK, SENT
@@ -46,7 +46,8 @@ def check_chain(
     loss: clipping in front of it clips scaled gradients, and an average over steps
     (`optax.MultiSteps`) never loses a NaN again, so that every later step is skipped.
     What is added behind it, such as weight decay, is added in skipped steps too. A rule
-    outside of `master_weights` may not keep its state in 16 bits. Call this once, where
+    outside of `master_weights` may not keep its state in 16 bits, and none may join
+    parameters of several dtypes there (`optax.flatten`). Call this once, where
     the optimizer is made; it only traces.
 
     Args:
@@ -137,6 +138,7 @@ def check_chain(
     after = dict(
         zip(_trees.leaves_by_path(new_state), results[len(leaves) :], strict=True)
     )
+    _require_masters(tx, trained if is_given else None)
     _require_no_lost_updates(states, histories, after)
     _require_wide_state_before_masters(states)
 
@@ -341,6 +343,33 @@ TRANSFER: dict[str, Callable[[JaxprEqn, list[Value]], Value]] = {
 
 
 # ---- what nothing may do -------------------------------------------------------------
+
+
+def _require_masters(tx: optax.GradientTransformation, params: Any) -> None:
+    """Raise if nothing is kept of 16-bit parameters since they were joined with others:
+    `optax.flatten` makes one float32 array of bfloat16 and float32 ones.
+    """
+    if params is None:
+        dtypes = {"bias": np.float32, "kernel": jnp.bfloat16}
+        params = {name: jax.ShapeDtypeStruct((8,), x) for name, x in dtypes.items()}
+    try:
+        state = jax.eval_shape(tx.init, params)
+    except Exception:  # a rule that wants other parameters, or all of one dtype
+        return
+    kept = [
+        (WRITES_BACK[type(found)], getattr(found, field))
+        for found in _trees.find_states(state, tuple(WRITES_BACK))
+        for field, role in ROLES[type(found)].items()
+        if role in KEPT_OF_WEIGHTS
+    ]
+    narrow = map(_trees.is_narrower, jax.tree.leaves(params))
+    if kept and all(_trees.is_masked(tree) for _, tree in kept) and any(narrow):
+        raise ValueError(
+            f"`check_chain`: `{kept[0][0]}` sees one float32 array in the place of all"
+            " parameters, some of which have 16 bits, so it keeps nothing of them:"
+            " something around it joins them, as `optax.flatten` does. Put that inside,"
+            " around the rule alone, as in `master_weights(optax.flatten(rule))`."
+        )
 
 
 def _require_linear_gradients(received: Sequence[Value]) -> None:

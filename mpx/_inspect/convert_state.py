@@ -246,8 +246,7 @@ def _carried(old: list[StateLeaf], new: list[StateLeaf]) -> dict[_trees.Path, An
     """Return the keys and counts of the new state: those of the old one, in their
     order, if it has them.
     """
-    # Not the loss scale: a static one would never leave a scale that it was given, and
-    # settings are leaves beside it.
+    # Not the loss scale: a static one would never leave a scale that it was given.
     carries: tuple[Role, ...] = ("key", "count")
     before, after = (
         [leaf for leaf in leaves if leaf.owner and leaf.role in carries]

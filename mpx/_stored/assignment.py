@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -176,9 +176,16 @@ def _checked_format(pattern: str, chosen: Any) -> StateFormat:
 def require_every_pattern_used(
     state: Any, patterns: Mapping[str, StateFormat], assignment: Assignment
 ) -> None:
-    """Raise if a pattern decides about no leaf of a state."""
+    """Raise if a pattern decides about no leaf of a state.
+
+    A role may, if another pattern decides: formats by role stand around any rule.
+    """
     used = {assigned.pattern for assigned in assignment.values()}
-    unused = [pattern for pattern in patterns if pattern not in used]
+    unused = [
+        pattern
+        for pattern in patterns
+        if pattern not in used and not (used and pattern in get_args(Role))
+    ]
     if not unused:
         return
     names = _trees.path_names(state)
@@ -297,12 +304,15 @@ def require_stored_as_assigned(
     `as_made` returns the shapes of the rule's own state. They tell which leaves the
     rule itself makes in 16 bits.
     """
-    wrong = {}
+    wrong, edited = {}, {}
 
     def kind(leaf):
         return leaf.format if is_stored(leaf) else leaf.dtype
 
     for i, (path, leaf) in enumerate(_trees.leaves_by_path(state, is_stored).items()):
+        if is_stored(leaf) and _is_edited(leaf):
+            edited[path] = f"codes of {jax.tree.leaves(leaf.codes)[0].dtype}"
+            continue
         assigned = assignment.get(i)
         if assigned is not None and assigned.format != FLOAT32:
             wanted = _kept(assigned.format, leaf.shape)
@@ -315,12 +325,28 @@ def require_stored_as_assigned(
         if kind(leaf) != kind(wanted):
             named = "the rule's own" if assigned is None else assigned.format
             wrong[path] = f"stored as {kind(leaf)}, but the format is {named}"
+    _errors.refuse(
+        edited,
+        "`low_precision_state`: codes were changed as if they were the numbers",
+        "Decode, edit, encode each `mpx.states.StoredLeaf`:"
+        " `leaf.encode(0.1 * leaf.decode())`",
+    )
     what = (
         "`low_precision_state`: the state was made with other `formats` or another"
         " `min_size`"
     )
     remedy = "Use those, or call `init` and start with new moments."
     _errors.refuse(wrong, what, remedy)
+
+
+def _is_edited(leaf: Any) -> bool:
+    """Return whether codes have another dtype than their format makes."""
+    try:
+        return _kept(leaf.format, leaf.shape).codes.dtype != (
+            jax.tree.leaves(leaf.codes)[0].dtype
+        )
+    except TypeError:  # such as bits of a float
+        return True
 
 
 @functools.lru_cache(maxsize=4096)

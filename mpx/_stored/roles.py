@@ -119,15 +119,18 @@ def role_of_field(kind: type, field: str) -> Role:
 
 
 # What fields are by their names, in states of some types by theirs alone. In states of
-# Optax others may be negative.
+# Optax others may be negative. `MadgradState.s` is no moment: weights are made of it,
+# and in 8 bits they end further away (a loss of 0.017 for 0.011 in a regression).
 _NAMES: dict[Role, str] = {
-    "first moment": "mu m trace momentum exp_avg ema",
+    "first moment": (
+        "mu m m1 m2 trace momentum exp_avg ema ScaleByAdanState.g"
+        " ScaleByAdanState.v ScaleBySM3State.nu SophiaState.nu"
+    ),
     "second moment": (
         "nu nu_max exp_avg_sq max_exp_avg_sq sum_of_squares grad_sum_sq v_row v_col"
         " FactoredState.v ScaleByAdaDeltaState.e_g ScaleByAdaDeltaState.e_x"
         " ScaleByAdanState.n ScaleBySM3State.mu ScaleBySimplifiedAdEMAMixState.n"
     ),
-    "signed": "ScaleBySM3State.nu SophiaState.nu",
     "weights": (
         "COCOBState.init_particles DoGState.init_params DoWGState.init_params"
         " MadgradState.x0 MechanicState.x0 ProdigyState.params0 SAMState.cache"

@@ -5,8 +5,6 @@ and its format.
 import abc
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import itertools
 import json
 from collections.abc import Callable, Iterable
@@ -46,14 +44,6 @@ class StateFormat(abc.ABC):
 
     rounds_at_random: ClassVar[bool] = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "refuses" in vars(cls):  # until 1.0
-            raise TypeError(
-                f"`{cls.__name__}`: the method `refuses` of a `StateFormat` is called"
-                " `why_unsuitable` now."
-            )
-
     @abc.abstractmethod
     def encode(
         self, x: jax.Array, key: jax.Array | None = None
@@ -63,8 +53,7 @@ class StateFormat(abc.ABC):
         Codes may have another shape than the array: two codes of 4 bits fit into a
         byte. `zero1` shards codes and scales like the parameter if they have the axes
         of the array; only the last may be shorter. There is a `key` if rounding is
-        stochastic. Without scales (None), and with floating codes in the shape of `x`,
-        the state keeps the codes as a plain array.
+        stochastic. Scales may be None.
         """
 
     @abc.abstractmethod
@@ -97,7 +86,7 @@ class StateFormat(abc.ABC):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class StoredLeaf:
     """A float32 array of an optimizer's state, encoded for the time between two steps.
 
@@ -106,6 +95,11 @@ class StoredLeaf:
     - It is a pytree node: `codes` and `scales` are its children, and `format` is
       static.
     - So the format travels with the array, through `jax.jit`, Orbax and shardings.
+    - A function of the numbers (`optax.global_norm`, an edit) must be given what
+      `decode` returns: `jax.tree.leaves` of a state yields codes. An edited array goes
+      back by `encode`.
+    - Where a second tree has one leaf for it, such as a sharding, maps must stop here:
+      `is_leaf=lambda x: isinstance(x, StoredLeaf)`, in `optax.tree.map_params` too.
 
     Attributes:
         codes: what `format.encode` returned for the array. If the array is in a box (an
@@ -119,6 +113,10 @@ class StoredLeaf:
         >>> stored = tx.init({"w": jnp.ones((64, 64))}).inner_state.trace["w"]
         >>> stored.shape, stored.codes.dtype, stored.decode().dtype
         ((64, 64), dtype('int8'), dtype('float32'))
+        >>> stored
+        StoredLeaf(Blockwise8bit(block_size=256, signed=True), int8[64, 64] to decode)
+        >>> stored.encode(0.1 * stored.decode()).codes.dtype
+        dtype('int8')
     """
 
     codes: Any
@@ -134,6 +132,22 @@ class StoredLeaf:
         # A format of a user may return 16 bits; the rule computes in float32 all the
         # same.
         return placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> "StoredLeaf":
+        """Return a leaf that keeps another array of this shape in the same format; a
+        format that rounds at random needs a key.
+        """
+        if x.shape != self.shape:
+            raise ValueError(
+                f"`StoredLeaf.encode` needs an array of {list(self.shape)}, but got"
+                f" {_trees.dtype_and_shape(x)}."
+            )
+        parts = placed_by_xla(self.format.encode, x.astype(np.float32), key)
+        return jax.tree.structure(self).unflatten(jax.tree.leaves(parts))
+
+    def __repr__(self) -> str:
+        codes = ", ".join(map(_trees.dtype_and_shape, jax.tree.leaves(self.codes)))
+        return f"StoredLeaf({self.format}, {codes or self.codes} to decode)"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -170,11 +184,10 @@ def shown(leaf: Any) -> str:
 def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     """Encode an array, or a box with one.
 
-    Return a stored leaf. If there are no scales, and the codes are floating numbers in
-    the array's shape, return the codes. What is kept is in boxes like the array's.
+    Return a stored leaf; of a cast the codes alone, which are the array in fewer bits.
+    What is kept is in boxes like the array's.
     """
-    # At the first leaf: at import it would load Flax for all who have it installed.
-    _tell_flax()
+    _trees.tell_flax(StoredLeaf)
     (array,), box = jax.tree.flatten(x)
     array = array.astype(np.float32)
     if not isinstance(format, Cast):
@@ -186,11 +199,7 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     def boxed(part):
         return None if part is None else _boxed(part, box, array)
 
-    if (
-        scales is None
-        and codes.shape == array.shape
-        and jnp.issubdtype(codes.dtype, jnp.floating)
-    ):
+    if isinstance(format, Cast):
         return boxed(codes)
     return StoredLeaf(boxed(codes), boxed(scales), format)
 
@@ -298,9 +307,8 @@ def _format_as_bytes(static: tuple[StateFormat]) -> bytes:
     """Return a format as `jax.export` keeps it, with the types of a step's
     arguments.
     """
-    return json.dumps(
-        [_name_of(type(static[0])), dataclasses.asdict(static[0])]
-    ).encode()  # type: ignore[call-overload]
+    format: Any = static[0]  # a dataclass, as every format is
+    return json.dumps([_name_of(type(format)), dataclasses.asdict(format)]).encode()
 
 
 def _format_from_bytes(data: bytes) -> tuple[StateFormat]:
@@ -332,30 +340,6 @@ export.register_pytree_node_serialization(
     deserialize_auxdata=_format_from_bytes,
     from_children=lambda aux_data, children: StoredLeaf(*children, *aux_data),
 )
-
-
-@functools.cache
-def _tell_flax() -> None:
-    """Let `flax.serialization` take stored leaves, if Flax is installed: mpx does not
-    depend on it.
-    """
-    if importlib.util.find_spec("flax") is not None:
-        serialization = importlib.import_module("flax.serialization")
-
-        def parts_of(leaf):
-            return {"codes": leaf.codes, "scales": leaf.scales}
-
-        def as_dict(leaf):
-            return serialization.to_state_dict(parts_of(leaf))
-
-        def from_dict(leaf, parts):
-            return dataclasses.replace(
-                leaf, **serialization.from_state_dict(parts_of(leaf), parts)
-            )
-
-        serialization.register_serialization_state(
-            StoredLeaf, as_dict, from_dict, override=True
-        )
 
 
 @dataclasses.dataclass(frozen=True)

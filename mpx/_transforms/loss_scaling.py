@@ -18,10 +18,13 @@ from mpx._loss_scale import (
     LossScale,
     NoOpLossScale,
     require_powers_of_two,
+    require_within_bounds,
+    with_leaves_of,
+    with_number,
 )
 from mpx._stored.leaves import is_state, require_types
 from mpx._stored.roles import register_state
-from mpx._transforms.upcast import keep_types, stable_state
+from mpx._transforms.upcast import keep_types, stable_state, with_measurements_of
 
 # The names of incoming gradients and of updates, for `check_chain`; strings as `MARK`
 # is.
@@ -42,7 +45,8 @@ class LossScalingState(NamedTuple):
 
     Attributes:
         loss_scale: float32 scalar, the factor of the next loss.
-        scale_state: counters and settings of the loss scale, a NamedTuple of arrays.
+        scale_state: the `LossScale` without its number: counters are its leaves, and
+            settings belong to its structure.
         skipped_steps: int32 scalar, skipped steps in all.
         stuck_steps: int32 scalar, skipped steps in a row at which the scale could not
             shrink any further: it was at its minimum before the step, or does not
@@ -89,9 +93,9 @@ def loss_scaling(
             `chain`.
         loss_scale: `DynamicLossScale()` if None; or a `StaticLossScale`, a
             `NoOpLossScale` to skip bad steps only, or a `LossScale` of your own. Its
-            settings hold for a state that was saved under other settings too; the scale
-            itself goes on from the state. (To change a static scale, use
-            `convert_state`.)
+            settings that are numbers hold for a state that was saved under other
+            settings too; the scale itself goes on from the state. (To change a static
+            scale, use `convert_state`.)
         axis_name: inside `jax.shard_map` or `jax.pmap`, where gradients or states
             differ from device to device: the mapped axes over which all devices must
             agree that a step is good.
@@ -120,17 +124,18 @@ def loss_scaling(
     )
     start = DynamicLossScale() if loss_scale is None else loss_scale
     require_powers_of_two(start, "loss_scaling")
-    state_type = type(
-        start.init()
-    )  # made here too, so that a start out of bounds is refused at once
+    require_within_bounds(start)
+    at_rest = with_number(start, None)  # whose number stands beside it in the state
+    _require_stable_structure(start)
 
     def init_fn(params):
+        _trees.tell_flax(type(start))
         # Copies, a buffer each: donation deletes them, and refuses one that is given
         # twice.
         return LossScalingState(
             loss_scale=jnp.array(start.loss_scale, np.float32, copy=True),
             scale_state=stable_state(
-                jax.tree.map(lambda x: jnp.array(x, copy=True), start.init()), params
+                jax.tree.map(lambda x: jnp.array(x, copy=True), at_rest), params
             ),
             skipped_steps=jnp.zeros((), np.int32),
             stuck_steps=jnp.zeros((), np.int32),
@@ -140,7 +145,7 @@ def loss_scaling(
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, LossScalingState, "loss_scaling")
-        _errors.require_state(state.scale_state, state_type, "loss_scaling")
+        _errors.require_state(state.scale_state, type(start), "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
 
         def mark(x, name=SCALED):
@@ -151,7 +156,9 @@ def loss_scaling(
         updates = jax.tree.map(mark, updates)
         first_nonfinite = _first_nonfinite(updates, axis_name)
         finite = first_nonfinite < 0
-        now = start.resume(state.loss_scale, state.scale_state)
+        scale_state = with_leaves_of(at_rest, state.scale_state)
+        state = state._replace(scale_state=scale_state)
+        now = with_number(scale_state, state.loss_scale)
 
         def unscaled(tree):
             return now.unscale(jax.tree.map(_trees.at_least_float32, tree))
@@ -165,7 +172,7 @@ def loss_scaling(
         then = now.adjust(finite)
         new_state = LossScalingState(
             loss_scale=jnp.asarray(then.loss_scale, np.float32),
-            scale_state=then.state(),
+            scale_state=with_number(then, None),
             skipped_steps=jnp.where(
                 finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)
             ),
@@ -179,6 +186,7 @@ def loss_scaling(
         )
         # A bare rule may return other dtypes than it was given, and no select takes
         # both.
+        state = with_measurements_of(new_state, state)
         new_state = keep_types(state, new_state)
         # Selected, not by `lax.cond`, around which XLA fuses nothing: 63 bytes moved a
         # parameter, not 32 (AdamW, H200).
@@ -190,14 +198,27 @@ def loss_scaling(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _require_stable_structure(start: LossScale) -> None:
+    """Raise if `adjust` makes arrays of numbers: a state has one structure."""
+    after = with_number(jax.eval_shape(start.adjust, True), None)
+    before = with_number(start, None)
+    if jax.tree.structure(after) != jax.tree.structure(before):
+        kind = type(start).__name__
+        raise TypeError(
+            f"`loss_scaling`: `{kind}.adjust` returns {after}, of another structure"
+            f" than {before}. Fields that it changes must be arrays from the start, as"
+            " in `np.int32(0)`, and it must return the others as they are."
+        )
+
+
 def get_loss_scale(opt_state: optax.OptState) -> LossScale:
     """Return the loss scale for the next step, found anywhere in the state of any
     transformation.
 
     Returns:
-        A loss scale of the type that `loss_scaling` was given, with the state's scale,
-        counters and settings as arrays. Pass it to `value_and_grad`. `NoOpLossScale()`
-        if nothing in the state scales losses.
+        The loss scale that `loss_scaling` was given, with the scale and counters of the
+        state. Pass it to `value_and_grad`. `NoOpLossScale()` if nothing in the state
+        scales losses.
 
     Raises:
         ValueError: if the state holds several loss scales.
@@ -209,12 +230,12 @@ def get_loss_scale(opt_state: optax.OptState) -> LossScale:
         ... )
         >>> scale = get_loss_scale(tx.init(jnp.ones(2)))
         >>> type(scale).__name__, scale.loss_scale, scale.period
-        ('DynamicLossScale', Array(32768., dtype=float32), Array(100, dtype=int32))
+        ('DynamicLossScale', Array(32768., dtype=float32), 100)
     """
     state = loss_scaling_state(opt_state, "get_loss_scale")
     if state is None:
         return NoOpLossScale(skips_bad_steps=False)
-    return state.scale_state.at(state.loss_scale)
+    return with_number(state.scale_state, state.loss_scale)
 
 
 def skipped_steps(opt_state: optax.OptState) -> jax.Array:
@@ -257,7 +278,7 @@ def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
     arrays = jax.tree.map(
         lambda box: jax.tree.leaves(box)[0],
         own,
-        is_leaf=lambda x: not isinstance(x, tuple),
+        is_leaf=_trees.is_box,
     )
     return arrays._replace(inner_state=states[0].inner_state)
 

@@ -23,9 +23,10 @@ from mpx._stored.assignment import (
     require_stored_as_assigned,
 )
 from mpx._stored.blockwise import Blockwise4bit
+from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import register_state
 from mpx._stored.state_format import FLOAT32, StateFormat, is_stored, store
-from mpx._transforms.upcast import run_in_float32
+from mpx._transforms.upcast import run_in_float32, with_measurements_of
 
 Rounding = Literal["nearest", "stochastic"]
 _F32 = np.dtype(np.float32)
@@ -134,7 +135,7 @@ def low_precision_state(
         ):  # else there is no state at all
             require_every_pattern_used(state, patterns, assignment)
         require_sound_formats(state, patterns, assignment)
-        _warn_of_products_in_4_bits(state, assignment)
+        _warn_of_losses_in_4_bits(state, assignment)
         return LowPrecisionState(_store(state, assignment, None), kept_key(key))
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -146,7 +147,8 @@ def low_precision_state(
 
         # A function, since it traces `inner.init`, and most updates have no use for it.
         def as_made():
-            return jax.eval_shape(inner.init, updates if params is None else params)
+            made = jax.eval_shape(inner.init, updates if params is None else params)
+            return with_measurements_of(state.inner_state, made)
 
         require_stored_as_assigned(state.inner_state, assignment, as_made)
         has_boxes = any(
@@ -154,38 +156,45 @@ def low_precision_state(
         )
         wide = _load(state.inner_state, assignment, as_made() if has_boxes else None)
         updates, wide = inner.update(updates, wide, params, **extra_args)
+        inner_state = with_measurements_of(wide, state.inner_state)
+        if inner_state is not state.inner_state:
+            assignment = assign(inner_state, patterns, min_size)
         this_step, next_key = key_of_step(state.key, key)
         stored = _store(wide, assignment, this_step, rounding)
         if (
             has_boxes
         ):  # names stay as `init` gave them, which may have seen axes that are explicit
             stored = jax.tree.unflatten(
-                jax.tree.structure(state.inner_state), jax.tree.leaves(stored)
+                jax.tree.structure(inner_state), jax.tree.leaves(stored)
             )
         return updates, LowPrecisionState(stored, next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _warn_of_products_in_4_bits(state: Any, assignment: Assignment) -> None:
-    """Warn if Muon is to multiply momentum of 4 bits: of its small singular values it
-    makes large ones.
-    """
-    momenta = {
-        id(x)
-        for part in _trees.find_states(state, optax.contrib.MuonState)
-        for x in jax.tree.leaves(part.mu)
+# Rules that train worse with averages of 4 bits, by the table of state formats.
+_LOSE_IN_4_BITS = {
+    "MuonState": "Muon",
+    "MadgradState": "MADGRAD",
+    "ScaleByAdanState": "Adan",
+    "ScaleBySimplifiedAdEMAMixState": "Simplified AdEMAMix",
+}
+
+
+def _warn_of_losses_in_4_bits(state: Any, assignment: Assignment) -> None:
+    """Warn if averages are to be kept in 4 bits that a rule multiplies or sums up."""
+    losing = {
+        _LOSE_IN_4_BITS[owner]
+        for i, found in enumerate(leaves_of(state))
+        if i in assignment and isinstance(assignment[i].format, Blockwise4bit)
+        for owner in (part.partition(".")[0] for part in found.path_in_rule)
+        if owner in _LOSE_IN_4_BITS
     }
-    stored = [i for i, leaf in enumerate(jax.tree.leaves(state)) if id(leaf) in momenta]
-    if any(
-        isinstance(assignment[i].format, Blockwise4bit)
-        for i in stored
-        if i in assignment
-    ):
+    for rule in sorted(losing):
         _errors.warn(
-            "`low_precision_state`: Muon multiplies its momentum. In 4 bits it trains"
-            " worse: 3 to 4 spreads above float32 on a small regression. Keep it in 8"
-            ' bits: "bf16-split24-8bit", or `mpx.Blockwise8bit()`.'
+            f"`low_precision_state`: in 4 bits {rule} trains worse: 3 to 24 spreads"
+            " above float32 on a small regression. Keep its state in 8 bits:"
+            ' "bf16-split24-8bit", or `mpx.Blockwise8bit()`.'
         )
 
 

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from mpx import _errors, _trees
 from mpx._chain import element
 from mpx._stored.roles import WRITES_BACK
+from mpx._stored.state_format import is_stored, shown
 
 T = TypeVar("T")
 
@@ -116,12 +117,16 @@ def _require_state_of(inner: Any, state: Any, params: Any, caller: str) -> None:
     if params is None:
         return
     made, got = (
-        _trees.leaves_by_path(tree)
+        _trees.leaves_by_path(tree, is_stored)
         for tree in (jax.eval_shape(inner.init, params), state)
     )
-    wrong = _errors.mismatches(
-        made, got, lambda x, y: x.dtype == getattr(y, "dtype", x.dtype), "`init` makes"
-    )
+
+    def fits(x, y):
+        if is_stored(x) or is_stored(y):
+            return is_stored(x) and is_stored(y) and x.format == y.format
+        return x.dtype == getattr(y, "dtype", x.dtype)
+
+    wrong = _errors.mismatches(made, got, fits, "`init` makes", shown)
     what = (
         f"`{caller}`: the state is not one that its `init` makes for these parameters"
     )
@@ -179,6 +184,7 @@ def keep_types(old: T, new: T) -> T:
     """Give a new state the dtypes of the old one, so that it can be the carry of a
     scan.
     """
+    old = with_measurements_of(new, old)
 
     def same_type(path, before, after):
         wanted, got = jax.typeof(before), jax.typeof(after)
@@ -207,3 +213,22 @@ def keep_types(old: T, new: T) -> T:
         return lax.convert_element_type(after, wanted.dtype)
 
     return jax.tree.map_with_path(same_type, old, new)
+
+
+def with_measurements_of(new: Any, old: T) -> T:
+    """Return an old state with the measurements of the new one where it has none:
+    `optax.monitor` begins without, so that its state has another structure.
+    """
+
+    def is_monitor(node):
+        return isinstance(node, optax.MonitorState)
+
+    nodes, treedef = jax.tree.flatten(old, is_leaf=is_monitor)
+    if all(node.measurements for node in filter(is_monitor, nodes)):
+        return old
+    others = filter(is_monitor, jax.tree.leaves(new, is_leaf=is_monitor))
+    for i, node in enumerate(nodes):
+        if is_monitor(node):
+            measured = next(others).measurements
+            nodes[i] = node._replace(measurements=node.measurements or measured)
+    return treedef.unflatten(nodes)

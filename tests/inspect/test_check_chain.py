@@ -54,7 +54,6 @@ HARMLESS_AROUND = {
     "a snapshot of all updates": lambda tx: optax.chain(
         tx, optax.snapshot("updates", lambda updates: updates)
     ),
-    "flatten": optax.flatten,
     "named chain": lambda tx: optax.named_chain(
         ("clip", optax.clip(1.0)), ("rule", tx)
     ),
@@ -487,3 +486,21 @@ def test_multi_steps_around_loss_scaling_are_caught(use_grad_mean):
         with pytest.raises(ValueError, match=why):
             mpx.check_chain(optax.MultiSteps(scaled, 4, use_grad_mean, **options))
     mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(RULE, 4, use_grad_mean)))
+
+
+FLATTENED = {
+    "masters": optax.flatten(mpx.master_weights(optax.sgd(1.0), "split")),
+    "Kahan": optax.flatten(
+        optax.chain(mpx.upcast(optax.sgd(1.0)), mpx.kahan_summation())
+    ),
+}
+
+
+@pytest.mark.parametrize("tx", FLATTENED.values(), ids=FLATTENED)
+def test_masters_of_parameters_that_flatten_joined_are_missed(tx):
+    with pytest.raises(ValueError, match=r"keeps nothing .*\(optax.flatten\(rule\)\)"):
+        mpx.check_chain(tx)
+    with pytest.raises(ValueError, match="sees one float32 array"):
+        mpx.check_chain(tx, {"w": jnp.ones(3, jnp.bfloat16), "gain": jnp.ones(3)})
+    mpx.check_chain(tx, {"w": jnp.ones(3, jnp.bfloat16)})  # nothing is widened
+    mpx.check_chain(mpx.master_weights(optax.flatten(optax.sgd(1.0)), "split"))

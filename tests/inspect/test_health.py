@@ -128,9 +128,7 @@ def test_it_looks_into_the_state_of_an_nnx_optimizer_and_names_its_parameters():
         optimizer.opt_state, max_stuck_steps=2, params=nnx.state(model, nnx.Param)
     )
     assert "NaN was 'layers/1/bias'.\n" in text
-    assert mpx.get_loss_scale(optimizer.opt_state) == mpx.DynamicLossScale(
-        1.0, bad_steps=2
-    )
+    assert mpx.get_loss_scale(optimizer.opt_state) == mpx.DynamicLossScale(1.0)
 
 
 def test_a_rule_behind_a_loss_scale_is_seen_in_the_state():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,16 +201,46 @@ def test_inside_shard_map_all_devices_agree_that_a_step_is_bad(axis_name, check_
         assert (bits(updates) == 0x8000_0000).all()
 
 
-def test_a_class_without_a_state_is_told_what_it_lacks():
-    @dataclasses.dataclass(frozen=True)
-    class Mine(mpx.LossScale):
-        loss_scale: float = 2.0
+@dataclasses.dataclass(frozen=True)
+class Counting(mpx.LossScale):
+    """A scale of one's own: it halves at every third bad step."""
 
-    assert mpx.value_and_grad(lambda w: 3 * w, Mine())(jnp.float32(1)) == (3, 6)
-    with pytest.raises(
-        NotImplementedError, match="Mine must define `state`; see `LossScale`"
-    ):
-        mpx.loss_scaling(optax.sgd(1.0), Mine())
+    loss_scale: float
+    bad: object
+    every: int = 3
+    can_shrink = True
+
+    def adjust(self, grads_finite):
+        bad = jnp.where(grads_finite, self.bad, self.bad + 1)
+        halves = ~grads_finite & (bad % self.every == 0)
+        loss_scale = jnp.where(halves, self.loss_scale / 2, self.loss_scale)
+        return dataclasses.replace(self, loss_scale=loss_scale, bad=bad)
+
+
+def test_a_scale_of_ones_own_is_one_class_whose_settings_survive_jit_and_scan():
+    tx = mpx.loss_scaling(optax.sgd(1.0), Counting(8.0, np.int32(0)))
+    start = tx.init(jnp.ones(1))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(start))
+    step = lambda state, grads: (tx.update(grads, state)[1], None)
+    bad = jnp.full((6, 1), jnp.nan)
+    state, _ = jax.jit(lambda state: jax.lax.scan(step, state, bad))(start)
+    assert optax.tree.get(state, "loss_scale") == state.loss_scale == 2
+    state = optax.tree.set(state, loss_scale=jnp.float32(64))
+    state = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(state))
+    found = mpx.get_loss_scale(state)
+    assert (type(found), found.loss_scale, found.bad, found.every) == (
+        Counting,
+        64,
+        6,
+        3,
+    )
+    restored = flax.serialization.from_bytes(start, flax.serialization.to_bytes(state))
+    assert_same_bits(restored, state)
+
+
+def test_a_scale_that_makes_an_array_of_a_number_is_told_to_begin_with_an_array():
+    with pytest.raises(TypeError, match=r"`Counting.adjust` .*must be arrays from the"):
+        mpx.loss_scaling(optax.sgd(1.0), Counting(8.0, 0))
 
 
 def test_a_line_search_inside_sees_true_gradients():

@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 import mpx
 from mpx._jaxprs import closed_jaxpr, open_jaxpr
 from mpx._stored.state_format import Cast, is_stored
+from mpx.states import StoredLeaf
 from tests.helpers import QUICKLY, assert_same_bits
 
 pytestmark = pytest.mark.optax_promotion
@@ -344,8 +345,80 @@ def test_muon_with_momentum_in_4_bits_is_warned_of(recwarn, rule, recipe, warns)
     mpx.mixed_precision(rule, recipe, key=jax.random.key(0)).init(params(jnp.bfloat16))
     assert (
         any(
-            "Muon multiplies its momentum" in str(warning.message)
-            for warning in recwarn
+            "in 4 bits Muon trains worse" in str(warning.message) for warning in recwarn
         )
         == warns
     )
+
+
+RECIPES = ["bf16-split-8bit", "bf16-split24-4bit", "bf16-kahan", "f16-scaled"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_monitor_inside_of_a_recipe_measures_as_in_optax(name):
+    """Its state has no measurements before the first update, and has another structure
+    after it.
+    """
+    monitor = optax.monitor({"norm": optax.tree.norm})
+    start = {"w": jnp.full((64, 64), 0.5), "b": jnp.ones(4)}
+    start = mpx.get_policy(name).cast_to_param(start)
+    ends = []
+    for rule in (optax.adamw(1e-2), optax.chain(monitor, optax.adamw(1e-2))):
+        tx = mpx.mixed_precision(rule, name, key=jax.random.key(0))
+        now, state = start, tx.init(start)
+        update = jax.jit(tx.update)
+        for _ in range(3):
+            updates, state = update(jax.tree.map(jnp.ones_like, start), state, now)
+            now = optax.apply_updates(now, updates)
+        ends.append(now)
+    assert_same_bits(*ends)
+    scale = mpx.get_loss_scale(state).loss_scale
+    np.testing.assert_allclose(optax.tree.get(state, "norm") * scale, 4100**0.5)
+
+
+def edited(state, function):
+    mu = optax.tree.get(state, "mu")
+    return optax.tree.set(state, mu=jax.tree.map(function, mu, is_leaf=is_stored))
+
+
+def test_moments_are_edited_decoded_and_codes_that_were_edited_are_refused():
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    tx = mpx.mixed_precision(optax.adam(1e-2), "bf16-split-8bit")
+    _, state = tx.update(params, tx.init(params), params)
+    right = edited(state, lambda m: m.encode(0.1 * m.decode()))
+    assert jax.tree.structure(right) == jax.tree.structure(state)
+    moment = optax.tree.get(right, "mu")["w"]
+    np.testing.assert_allclose(moment.decode(), 0.01, rtol=1e-2)
+    tx.update(params, right, params)
+    wrong = edited(state, lambda m: jax.tree.map(lambda x: 0.1 * x, m))
+    text = r"codes were changed .*`leaf.encode\(.*\n *'0/mu/w': codes of float32"
+    with pytest.raises(ValueError, match=text):
+        tx.update(params, wrong, params)
+    with pytest.raises(ValueError, match=r"`StoredLeaf.encode` needs .*\[64, 64\]"):
+        moment.encode(jnp.ones(3))
+
+
+def test_a_stored_leaf_says_in_its_repr_that_its_codes_are_to_be_decoded():
+    state = mpx.low_precision_state(optax.trace(0.9), {"trace": EIGHT_BITS}).init(LEAF)
+    assert repr(optax.tree.get(state, "trace")).endswith("int8[1, 4096] to decode)")
+
+
+def test_shardings_are_mapped_over_a_state_of_codes_as_its_docstring_says():
+    params = {"w": jnp.ones((64, 64))}
+    tx = mpx.low_precision_state(optax.adam(1e-2), {"mu|nu": EIGHT_BITS})
+    state, names = tx.init(params), {"w": "a sharding"}
+    mapped = optax.tree.map_params(
+        tx, lambda leaf, name: name, state, names, is_leaf=is_stored
+    )
+    assert optax.tree.get(mapped, "mu") == names
+    assert "optax.tree.map_params" in StoredLeaf.__doc__
+    with pytest.raises(ValueError, match="StoredLeaf"):  # of JAX, which names the type
+        optax.tree.map_params(tx, lambda leaf, name: name, state, names)
+
+
+def test_a_role_that_a_rule_lacks_is_no_error_beside_one_that_it_has():
+    by_role = {"first moment": "bf16", "second moment": "bf16"}
+    state = mpx.low_precision_state(optax.trace(0.9), by_role).init(LEAF)
+    assert optax.tree.get(state, "trace").dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="'first moment' matches no"):
+        mpx.low_precision_state(optax.sgd(1.0), by_role).init(LEAF)

@@ -285,7 +285,7 @@ TYPES = [
             W,
             mpx.loss_scaling(SGD, mpx.StaticLossScale(1.0)).init(W),
         ),
-        "`loss_scaling` needs the `DynamicLossScaleState` .* but got Static",
+        "`loss_scaling` needs the `DynamicLossScale` .* but got Static",
     ),
     (
         updated(

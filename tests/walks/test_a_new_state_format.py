@@ -240,3 +240,20 @@ def test_its_half_byte_an_element_is_in_the_memory_plan():
     rows = {row.name: row for row in plan.rows}
     assert rows["mu"].bytes == 16 * 256 // 2 + 8 * 4  # the bias stays in float32
     assert (rows["scales"].kind, rows["scales"].bytes) == ("scales of blocks", 16 * 4)
+
+
+def test_codes_that_are_floats_in_the_shape_of_the_array_are_decoded():
+    @dataclasses.dataclass(frozen=True)
+    class Roots(mpx.StateFormat):
+        def encode(self, x, key=None):
+            return (jnp.sign(x) * jnp.sqrt(jnp.abs(x))).astype(jnp.bfloat16), None
+
+        def decode(self, codes, scales):
+            wide = codes.astype(jnp.float32)
+            return wide * jnp.abs(wide)
+
+    tx = mpx.low_precision_state(optax.trace(0.9), {"trace": Roots()}, min_size=64)
+    grads = {"w": jnp.full((16, 16), 0.01)}
+    _, state = tx.update(grads, tx.init(grads), grads)
+    updates, _ = tx.update(grads, state, grads)
+    np.testing.assert_allclose(updates["w"], 0.019, rtol=2e-2)
