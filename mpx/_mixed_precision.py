@@ -269,8 +269,9 @@ def _checked(
             params,
             "Those that `init` got were cast. `optax.apply_updates` keeps dtypes"
             " (`equinox.apply_updates` does not: see `updates_in_param_dtype`)."
-            " `jax.jit(tx.init)` casts copies of the variables of an NNX model, not the"
-            " model: call `init` outside of `jax.jit`, or inside of `nnx.jit`.",
+            " For an NNX model, `jax.jit(tx.init)` or a wrapper around this cast copies"
+            " of its variables: call `init` outside of `jax.jit`, or inside of"
+            " `nnx.jit`, or cast the model before.",
         )
         return tx.update(updates, state, params, **extra_args)
 
@@ -286,7 +287,19 @@ def _cast_variables(params: Any, cast: Callable[[Any], Any]) -> None:
     )
     for variable, other in zip(variables, others, strict=True):
         if hasattr(variable, "set_value"):
-            variable.set_value(other.get_value())
+            value = other.get_value()
+            # Labels of arrays make `optax.partition` hand over copies of variables.
+            if _trees.is_masked(value):
+                raise ValueError(
+                    "`mixed_precision`: the variables of this NNX model are copies,"
+                    " which a wrapper around this made (`optax.partition` with labels"
+                    " of arrays), so that the model cannot be cast. Label variables:"
+                    " `jax.tree.map_with_path(label_of, params, is_leaf=lambda x:"
+                    " isinstance(x, nnx.Variable))`. Or cast the model first, by"
+                    " `nnx.update(model, policy.cast_to_param(nnx.state(model,"
+                    " nnx.Param)))`; or put this around the wrapper."
+                )
+            variable.set_value(value)
 
 
 def _two_keys(key: jax.Array | None, policy: Policy) -> jax.Array:
