@@ -269,9 +269,9 @@ def _checked(
             params,
             "Those that `init` got were cast. `optax.apply_updates` keeps dtypes"
             " (`equinox.apply_updates` does not: see `updates_in_param_dtype`)."
-            " For an NNX model, `jax.jit(tx.init)` or a wrapper around this cast copies"
-            " of its variables: call `init` outside of `jax.jit`, or inside of"
-            " `nnx.jit`, or cast the model before.",
+            " Of an NNX model `jax.jit(tx.init)` casts copies of its variables, and a"
+            " wrapper around this may have made some: call `init` outside of `jax.jit`,"
+            " or inside of `nnx.jit`, or cast the model first.",
         )
         return tx.update(updates, state, params, **extra_args)
 
