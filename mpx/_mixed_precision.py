@@ -260,7 +260,8 @@ def _checked(
             "If they are cast, a wrapper around this hides it (`upcast`,"
             " `low_precision_state`, `master_weights`): put this around everything"
             " else, as in `mixed_precision(low_precision_state(rule, formats),"
-            " policy)`.",
+            " policy)`. If a library makes the call, take a recipe of float32"
+            " parameters, such as 'bf16-autocast'.",
         )
         return tx.init(params)
 

@@ -161,7 +161,7 @@ def differences_in_a_step(case, tx, params, state, grads):
 OF_WEIGHTS = {"split24": 2.0**-16, "Kahan": 2.0**-17}
 OF_STATE = {"8-bit": 1 / 127}
 # Low bits and compensations, which fit other parameters too.
-FITS_ANY = ("split", "split24", "kahan")
+FITS_ANY = ("split", "split24", "Kahan")
 
 
 def buffers_stand_once(params, state):
