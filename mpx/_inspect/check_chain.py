@@ -71,10 +71,9 @@ def check_chain(
     tx = _errors.as_transformation(tx, "check_chain")
     is_given = params is not None
     if not is_given:
-        shapes = {"bias": (8,), "kernel": (8, 8)}
         params = {
-            name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-            for name, shape in shapes.items()
+            "bias": jax.ShapeDtypeStruct((8,), jnp.bfloat16),
+            "kernel": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),
         }
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
     arrays, with_arrays = _trees.partition_leaves(
@@ -301,12 +300,9 @@ def _one_of(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
     result = _computed(eqn, values, chosen if is_of_one_kind else ())
     if index.origin == GRADIENT and result.origin in ("", GRADIENT):
         result = _changed(index, eqn.primitive.name)
-    zeros, olds = (
-        max(value.zeros for value in values),
-        max(value.olds for value in values),
-    )
     return result._replace(
-        zeros=zeros + (ZERO in origins), olds=olds + (OLD in origins)
+        zeros=max(value.zeros for value in values) + (ZERO in origins),
+        olds=max(value.olds for value in values) + (OLD in origins),
     )
 
 
@@ -364,15 +360,9 @@ def _require_linear_gradients(received: Sequence[Value]) -> None:
     """Raise if something in front of `loss_scaling` is not linear in the gradients, or
     adds them up over steps.
     """
-    by = next(
-        (
-            value.changed_by
-            for value in received
-            if value.origin == GRADIENT and value.changed_by
-        ),
-        None,
-    )
-    if by is not None:
+    changed = [value for value in received if value.origin == GRADIENT]
+    by = _leading(changed).changed_by
+    if by:
         raise ValueError(
             f"`check_chain`: gradients reach `loss_scaling` scaled, but `{by}` in front"
             " of it is not linear in them: clipping there sees scaled gradients, and a"
@@ -438,9 +428,10 @@ def _require_no_lost_updates(
     kept = [
         leaf
         for leaf in states
-        if leaf.role in KEPT_OF_WEIGHTS and leaf.owner in WRITES_BACK
+        if leaf.role in KEPT_OF_WEIGHTS
+        and leaf.owner in WRITES_BACK
+        and leaf.path_of_parameter in updates
     ]
-    kept = [leaf for leaf in kept if leaf.path_of_parameter in updates]
 
     def is_lost(value, kept):
         return not value.is_final or value.zeros > kept.olds
@@ -451,10 +442,8 @@ def _require_no_lost_updates(
         if is_lost(updates[leaf.path_of_parameter], after[leaf.path])
     ]
     if lost:
-        author, path = (
-            WRITES_BACK[lost[0].owner],
-            _trees.path_string(lost[0].path_of_parameter),
-        )
+        author = WRITES_BACK[lost[0].owner]
+        path = _trees.path_string(lost[0].path_of_parameter)
         raise ValueError(
             f"`check_chain`: the update of {path!r} becomes zero after `{author}` has"
             f" chosen it, but what `{author}` keeps of the weight trains on"
@@ -498,13 +487,10 @@ def _require_wide_state_before_masters(leaves: list[StateLeaf]) -> None:
     float32.
     """
 
-    def is_narrow(leaf):
-        return not leaf.wrapped and _trees.is_narrower(leaf.leaf)
-
     narrow = {
         leaf.path: _trees.dtype_and_shape(leaf.leaf)
         for leaf in leaves
-        if is_narrow(leaf)
+        if not leaf.wrapped and _trees.is_narrower(leaf.leaf)
     }
     if narrow and any(leaf.role == "master" for leaf in leaves):
         what = (

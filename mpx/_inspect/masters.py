@@ -40,12 +40,9 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
             best = kept.storage.restore(p, kept.leaf)
         else:
             best = _trees.at_least_float32(p) if _trees.is_floating(p) else p
-        is_concrete = isinstance(best, jax.Array) and not isinstance(best, Tracer)
-        return (
-            jax.device_put(best, best.sharding, may_alias=False)
-            if is_concrete
-            else best
-        )
+        if isinstance(best, jax.Array) and not isinstance(best, Tracer):
+            return jax.device_put(best, best.sharding, may_alias=False)
+        return best
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
@@ -119,11 +116,8 @@ def resync(params: Any, opt_state: T, before: Any = None) -> T:
         >>> print(state.master, resync(params.at[0].set(0), state).master)
         [0.999 0.999] [0.    0.999]
     """
-    kept, now, old = (
-        _kept_by_path(params, opt_state, "resync"),
-        _trees.leaves_by_path(params),
-        {},
-    )
+    kept, old = _kept_by_path(params, opt_state, "resync"), {}
+    now = _trees.leaves_by_path(params)
     if before is None:
         untold = {
             path: shown(x.leaf)

@@ -434,8 +434,8 @@ def test_a_mean_over_steps_or_decay_around_a_scale_is_caught_even_if_that_is_one
     for rule in (scaled, optax.chain(optax.scale(0.5), scaled)):
         with pytest.raises(ValueError, match="gradients reach `loss_scaling`"):
             mpx.check_chain(optax.MultiSteps(rule, 2))
+    sgd = mpx.loss_scaling(optax.sgd(1e-3), scale)
     with pytest.raises(ValueError, match="behind `loss_scaling`"):
-        sgd = mpx.loss_scaling(optax.sgd(1e-3), scale)
         mpx.check_chain(optax.chain(sgd, optax.add_decayed_weights(1e-4)))
     mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(RULE, 2), scale))
 
