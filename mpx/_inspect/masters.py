@@ -155,6 +155,7 @@ def _kept_beside(dtype: np.dtype, weight: jax.Array, storage: KeptWeight) -> Any
     p = weight.astype(dtype)
     # A cast rounds ties to even and overflows, which a storage need not do. The weight
     # that is nearer to the parameter by the last bit kept is no tie.
+    weight = _trees.at_least_float32(weight)
     wide = p.astype(weight.dtype)
     nearer = wide + (weight - wide) * (1 - 2.0 ** (1 - 8 * storage.dtype.itemsize))
     kept = storage.fresh(weight)
