@@ -241,7 +241,8 @@ def _checked(
             "If they are cast, a wrapper around this hides it (`upcast`,"
             " `low_precision_state`, `master_weights`): put this around everything"
             " else, as in `mixed_precision(low_precision_state(rule, formats),"
-            " policy)`.",
+            " policy)`. If a library makes the call, take a recipe of float32"
+            " parameters, such as 'bf16-autocast'.",
         )
         return tx.init(params)
 
@@ -250,8 +251,9 @@ def _checked(
             params,
             "Those that `init` got were cast. `optax.apply_updates` keeps dtypes"
             " (`equinox.apply_updates` does not: see `updates_in_param_dtype`)."
-            " `jax.jit(tx.init)` casts copies of the variables of an NNX model, not the"
-            " model: call `init` outside of `jax.jit`, or inside of `nnx.jit`.",
+            " Of an NNX model `jax.jit(tx.init)` casts copies of its variables, and a"
+            " wrapper around this may have made some: call `init` outside of `jax.jit`,"
+            " or inside of `nnx.jit`, or cast the model first.",
         )
         return tx.update(updates, state, params, **extra_args)
 
@@ -267,7 +269,19 @@ def _cast_variables(params: Any, cast: Callable[[Any], Any]) -> None:
     )
     for variable, other in zip(variables, others, strict=True):
         if hasattr(variable, "set_value"):
-            variable.set_value(other.get_value())
+            value = other.get_value()
+            # Labels of arrays make `optax.partition` hand over copies of variables.
+            if _trees.is_masked(value):
+                raise ValueError(
+                    "`mixed_precision`: the variables of this NNX model are copies,"
+                    " which a wrapper around this made (`optax.partition` with labels"
+                    " of arrays), so that the model cannot be cast. Label variables:"
+                    " `jax.tree.map_with_path(label_of, params, is_leaf=lambda x:"
+                    " isinstance(x, nnx.Variable))`. Or cast the model first, by"
+                    " `nnx.update(model, policy.cast_to_param(nnx.state(model,"
+                    " nnx.Param)))`; or put this around the wrapper."
+                )
+            variable.set_value(value)
 
 
 def _two_keys(key: jax.Array | None, policy: Policy) -> jax.Array:

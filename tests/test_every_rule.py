@@ -162,7 +162,8 @@ def differences_in_a_step(case, tx, params, state, grads):
 # apart.
 OF_WEIGHTS = {"split24": 2.0**-16, "Kahan": 2.0**-17}
 OF_STATE = {"8-bit": 1 / 127}
-FITS_ANY = ("split", "split24")  # low bits, which belong to any parameter
+# Low bits and compensations, which fit other parameters too.
+FITS_ANY = ("split", "split24", "Kahan")
 
 
 def buffers_stand_once(params, state):

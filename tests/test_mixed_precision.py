@@ -81,6 +81,47 @@ NARROW = [
 ]
 
 
+def is_variable(node):
+    return isinstance(node, nnx.Variable)
+
+
+def partitioned(model, is_leaf):
+    """Return an optimizer that trains the kernel by a recipe, and freezes the bias."""
+
+    def labels(params):
+        return jax.tree.map_with_path(
+            lambda path, _: "a" if "kernel" in jax.tree_util.keystr(path) else "b",
+            params,
+            is_leaf=is_leaf,
+        )
+
+    groups = {
+        "a": mpx.mixed_precision(optax.sgd(1e-2), "bf16-split"),
+        "b": optax.set_to_zero(),
+    }
+    return nnx.Optimizer(model, optax.partition(groups, labels), wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("jit", [lambda f, **_: f, nnx.jit])
+def test_a_partition_of_the_variables_of_nnx_casts_what_its_recipe_trains(jit):
+    """Labels of arrays make copies of variables, which are refused at once."""
+    model = nnx.Linear(128, 64, rngs=nnx.Rngs(0))
+    optimizer = jit(partitioned, static_argnums=1)(model, is_variable)
+    assert (model.kernel[...].dtype, model.bias[...].dtype) == (jnp.bfloat16, "float32")
+    before = nnx.clone(model)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    assert (model.kernel[...] != before.kernel[...]).any()
+    assert_same_bits(model.bias[...], before.bias[...])
+    model = nnx.Linear(128, 64, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"are copies.*Label variables.*is_leaf"):
+        partitioned(model, None)
+    nnx.update(
+        model, mpx.get_policy("bf16-split").cast_to_param(nnx.state(model, nnx.Param))
+    )
+    partitioned(model, None).update(model, grads)
+
+
 @pytest.mark.parametrize(
     "recipe", cases(NARROW, ["bf16-split-8bit", "bf16-stochastic"])
 )
@@ -94,7 +135,7 @@ def test_a_model_of_nnx_whose_copies_were_cast_by_a_jitted_init_is_refused_at_it
     state = jax.jit(tx.init)(params)
     with pytest.raises(
         ValueError,
-        match=r"`mixed_precision`: .*`jax.jit\(tx.init\)` casts copies.*`nnx.jit`",
+        match=r"`mixed_precision`: .*`jax.jit\(tx.init\)` casts copies.*`nnx.jit`, or cast the model first",
     ):
         tx.update(params, state, params)
     nnx.jit(lambda model: tx.init(nnx.state(model, nnx.Param)))(model)

@@ -28,7 +28,7 @@ from mpx._primitives import PRIMITIVES, holds_programs_run_once
 from mpx._stored.leaves import StateLeaf, leaves_of
 from mpx._stored.roles import KEPT_OF_WEIGHTS, ROLES, WRITES_BACK
 from mpx._stored.state_format import shown
-from mpx._transforms.loss_scaling import SCALED, SKIPPED
+from mpx._transforms.loss_scaling import SCALED, SKIPPED, UNSCALED
 from mpx._writeback import MARK, SENT
 
 
@@ -72,10 +72,9 @@ def check_chain(
     tx = _errors.as_transformation(tx, "check_chain")
     is_given = params is not None
     if not is_given:
-        shapes = {"bias": (8,), "kernel": (8, 8)}
         params = {
-            name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-            for name, shape in shapes.items()
+            "bias": jax.ShapeDtypeStruct((8,), jnp.bfloat16),
+            "kernel": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),
         }
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
     arrays, with_arrays = _trees.partition_leaves(
@@ -120,11 +119,12 @@ def check_chain(
         jax.tree.leaves(state)
     )
     results, received, _ = followed(program, inputs)
-    _require_linear_gradients(received)
+    _require_linear_gradients(received[SCALED])
+    _require_no_sums(received[UNSCALED])
     leaves = _trees.leaves_by_path(updates)
     histories = dict(zip(leaves, results, strict=False))
     states = leaves_of(state)
-    if received:
+    if received[SCALED]:
         _require_unscaled_gradients(
             {
                 path: histories[path]
@@ -132,6 +132,7 @@ def check_chain(
                 if _trees.is_floating(leaves[path])
             }
         )
+    if any(received.values()):
         require_no_state_behind(states, "check_chain")
     _require_nothing_added(histories)
     _require_final_updates(histories)
@@ -161,6 +162,7 @@ class Value(NamedTuple):
     is_mask: bool = False  # whether it is a boolean, perhaps in a numeric dtype
     zeros: int = 0  # how often it was selected against zero
     olds: int = 0  # how often it was selected against what the state held
+    is_summed: bool = False  # whether it was added to what the state held
 
     @property
     def is_tracked(self) -> bool:
@@ -176,16 +178,16 @@ _OTHER = Value()
 
 def followed(
     program: Any, inputs: list[Value]
-) -> tuple[list[Value], list[Value], list[Value]]:
-    """Return the histories of results, of gradients that `loss_scaling` receives, and
-    of updates that are added.
+) -> tuple[list[Value], dict[str, list[Value]], list[Value]]:
+    """Return the histories of results, of gradients that `loss_scaling` receives, by
+    the name that it gives them, and of updates that are added.
     """
-    received, landed = list[Value](), list[Value]()
+    received, landed = {SCALED: list[Value](), UNSCALED: list[Value]()}, list[Value]()
 
     def rule(eqn: JaxprEqn, operands: list[Value]) -> Sequence[Value]:
         name = eqn.primitive.name
-        if name == "name" and eqn.params["name"] == SCALED:
-            received.append(operands[0])
+        if name == "name" and eqn.params["name"] in received:
+            received[eqn.params["name"]].append(operands[0])
         if name == "add" and any(value.origin == OLD for value in operands):
             landed.extend(value for value in operands if value.is_final)
         if holds_programs_run_once(eqn):
@@ -233,7 +235,10 @@ def _computed(
 ) -> Value:
     """Compute new numbers, which changes all but what has a harmless origin."""
     value = _leading(operands)
-    result = Value(value.origin, value.changed_by) if value.is_tracked else _OTHER
+    if not value.is_tracked:
+        return _OTHER
+    is_summed = any(other.is_summed for other in operands)
+    result = Value(value.origin, value.changed_by, is_summed=is_summed)
     return result if result.origin in harmless else _changed(result, eqn.primitive.name)
 
 
@@ -245,8 +250,9 @@ def _sum(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
     """Only gradients may be added to gradients, and to what skips steps only its
     like.
     """
-    is_of_one_kind = len({value.origin for value in operands} - {ZERO}) == 1
-    return _computed(eqn, operands, (GRADIENT, SKIPPED) if is_of_one_kind else ())
+    origins = {value.origin for value in operands} - {ZERO}
+    result = _computed(eqn, operands, (GRADIENT, SKIPPED) if len(origins) == 1 else ())
+    return result._replace(is_summed=result.is_summed or origins == {GRADIENT, OLD})
 
 
 def _bilinear(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
@@ -296,12 +302,9 @@ def _one_of(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
     result = _computed(eqn, values, chosen if is_of_one_kind else ())
     if index.origin == GRADIENT and result.origin in ("", GRADIENT):
         result = _changed(index, eqn.primitive.name)
-    zeros, olds = (
-        max(value.zeros for value in values),
-        max(value.olds for value in values),
-    )
     return result._replace(
-        zeros=zeros + (ZERO in origins), olds=olds + (OLD in origins)
+        zeros=max(value.zeros for value in values) + (ZERO in origins),
+        olds=max(value.olds for value in values) + (OLD in origins),
     )
 
 
@@ -310,7 +313,7 @@ def _named(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
     name, value = eqn.params["name"], operands[0]
     if name == GRADIENTS:
         return Value(GRADIENT)
-    if name == SCALED:
+    if name in (SCALED, UNSCALED):
         return _OTHER if value.origin == GRADIENT else value
     if name == SKIPPED:
         return value if value.is_tracked else Value(SKIPPED)
@@ -372,19 +375,23 @@ def _require_masters(tx: optax.GradientTransformation, params: Any) -> None:
         )
 
 
+def _require_no_sums(received: Sequence[Value]) -> None:
+    """Raise if something in front of a scale of 1 adds gradients up over steps."""
+    if any(value.is_summed for value in received):
+        raise ValueError(
+            "`check_chain`: gradients reach `loss_scaling` as a mean over steps, which"
+            " never loses a NaN, so that every later step is skipped. Put it inside:"
+            " `loss_scaling(optax.MultiSteps(...))`."
+        )
+
+
 def _require_linear_gradients(received: Sequence[Value]) -> None:
     """Raise if something in front of `loss_scaling` is not linear in the gradients, or
     adds them up over steps.
     """
-    by = next(
-        (
-            value.changed_by
-            for value in received
-            if value.origin == GRADIENT and value.changed_by
-        ),
-        None,
-    )
-    if by is not None:
+    changed = [value for value in received if value.origin == GRADIENT]
+    by = _leading(changed).changed_by
+    if by:
         raise ValueError(
             f"`check_chain`: gradients reach `loss_scaling` scaled, but `{by}` in front"
             " of it is not linear in them: clipping there sees scaled gradients, and a"
@@ -450,9 +457,10 @@ def _require_no_lost_updates(
     kept = [
         leaf
         for leaf in states
-        if leaf.role in KEPT_OF_WEIGHTS and leaf.owner in WRITES_BACK
+        if leaf.role in KEPT_OF_WEIGHTS
+        and leaf.owner in WRITES_BACK
+        and leaf.path_of_parameter in updates
     ]
-    kept = [leaf for leaf in kept if leaf.path_of_parameter in updates]
 
     def is_lost(value, kept):
         return not value.is_final or value.zeros > kept.olds
@@ -463,10 +471,8 @@ def _require_no_lost_updates(
         if is_lost(updates[leaf.path_of_parameter], after[leaf.path])
     ]
     if lost:
-        author, path = (
-            WRITES_BACK[lost[0].owner],
-            _trees.path_string(lost[0].path_of_parameter),
-        )
+        author = WRITES_BACK[lost[0].owner]
+        path = _trees.path_string(lost[0].path_of_parameter)
         raise ValueError(
             f"`check_chain`: the update of {path!r} becomes zero after `{author}` has"
             f" chosen it, but what `{author}` keeps of the weight trains on"
@@ -510,13 +516,10 @@ def _require_wide_state_before_masters(leaves: list[StateLeaf]) -> None:
     float32.
     """
 
-    def is_narrow(leaf):
-        return not leaf.wrapped and _trees.is_narrower(leaf.leaf)
-
     narrow = {
         leaf.path: _trees.dtype_and_shape(leaf.leaf)
         for leaf in leaves
-        if is_narrow(leaf)
+        if not leaf.wrapped and _trees.is_narrower(leaf.leaf)
     }
     if narrow and any(leaf.role == "master" for leaf in leaves):
         what = (

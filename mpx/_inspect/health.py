@@ -55,8 +55,7 @@ def check_health(
             " `loss_scaling` around the rule; `loss_scaling(inner, NoOpLossScale())`"
             " does it without scaling."
         )
-    if not state.scale_state.is_always_one:
-        require_no_state_behind(leaves_of(opt_state), "check_health")
+    require_no_state_behind(leaves_of(opt_state), "check_health")
     if isinstance(state.stuck_steps, Tracer) or np.ndim(state.stuck_steps):
         raise TypeError(
             "`check_health` needs the state of one training run, but `stuck_steps` is"

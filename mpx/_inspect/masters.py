@@ -12,7 +12,7 @@ from jax.core import Tracer
 from mpx import _errors, _trees
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
 from mpx._stored.state_format import shown
-from mpx._stored.weights import WholeMaster
+from mpx._stored.weights import KeptWeight, WholeMaster
 
 T = TypeVar("T")
 
@@ -40,12 +40,9 @@ def master_params(params: T, opt_state: optax.OptState) -> T:
             best = kept.storage.restore(p, kept.leaf)
         else:
             best = _trees.at_least_float32(p) if _trees.is_floating(p) else p
-        is_concrete = isinstance(best, jax.Array) and not isinstance(best, Tracer)
-        return (
-            jax.device_put(best, best.sharding, may_alias=False)
-            if is_concrete
-            else best
-        )
+        if isinstance(best, jax.Array) and not isinstance(best, Tracer):
+            return jax.device_put(best, best.sharding, may_alias=False)
+        return best
 
     return jax.tree.map_with_path(restore, params, is_leaf=_trees.is_masked)
 
@@ -56,8 +53,8 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
     It is False after parameters were changed from outside (fine-tuning, pruning, a
     checkpoint of the weights alone): the next update would bring the old weights back.
     Then call `resync`. (A weight that has just fallen almost to zero may be out of sync
-    until the next step, see `master_weights`.) It raises a ValueError for low bits
-    (`storage="split"` or `"split24"`), which fit any parameter.
+    until the next step, see `master_weights`.) It raises a ValueError for low bits and
+    Kahan compensations, which fit other parameters too.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -73,13 +70,14 @@ def is_synced(params: Any, opt_state: optax.OptState) -> jax.Array:
         for path, found in kept.items()
     }
     untold = {
-        path: f"{shown(kept[path].leaf)} fits any {shown(leaves[path])}"
+        path: f"{shown(kept[path].leaf)} fits other parameters of"
+        f" {shown(leaves[path])} too"
         for path, x in belongs.items()
         if x is None
     }
     what = (
-        "`is_synced` cannot tell: split masters keep low bits, which belong to any"
-        " parameter"
+        "`is_synced` cannot tell: low bits and compensations belong to other"
+        " parameters too"
     )
     remedy = (
         "Save and restore parameters and state together, in one checkpoint of one step."
@@ -101,10 +99,15 @@ def resync(params: Any, opt_state: T, before: Any = None) -> T:
     and counts. Without this the old weights come back from full masters, and a changed
     weight goes on with the low bits of another, up to 2**-8 of it.
 
+    Give float32 weights, such as an average, before they are cast: the state keeps all
+    of their bits that it can. Train on with `Policy.cast_to_param` of them. (Where a
+    weight lies in the middle between two bfloat16 numbers, split masters keep the
+    float32 number next to it.)
+
     `before` are the parameters before the change (full of NaN, if they are gone: all
-    count as changed then). Without it a parameter has changed if it is not its master,
-    rounded. Low bits and compensations fit other parameters too: they raise a
-    ValueError without it.
+    count as changed then). What is wider than they are counts as changed too. Without
+    it a parameter has changed if it is not its master, rounded. Low bits and
+    compensations fit other parameters too: they raise a ValueError without it.
 
     Example:
         >>> tx = master_weights(optax.sgd(1e-3))
@@ -113,11 +116,8 @@ def resync(params: Any, opt_state: T, before: Any = None) -> T:
         >>> print(state.master, resync(params.at[0].set(0), state).master)
         [0.999 0.999] [0.    0.999]
     """
-    kept, now, old = (
-        _kept_by_path(params, opt_state, "resync"),
-        _trees.leaves_by_path(params),
-        {},
-    )
+    kept, old = _kept_by_path(params, opt_state, "resync"), {}
+    now = _trees.leaves_by_path(params)
     if before is None:
         untold = {
             path: shown(x.leaf)
@@ -139,13 +139,30 @@ def resync(params: Any, opt_state: T, before: Any = None) -> T:
     new = {}
     for path, x in kept.items():
         p = _trees.placed_like(now[path], x.leaf)
-        stays = (
-            p == _trees.placed_like(old[path], x.leaf)
-            if path in old
-            else x.storage.belongs(p, x.leaf)
-        )
-        new[x.path] = jnp.where(stays, x.leaf, x.storage.fresh(p))
+        dtype = p.dtype
+        if path not in old:
+            stays = x.storage.belongs(p, x.leaf)
+        elif dtype.itemsize > old[path].dtype.itemsize:
+            stays, dtype = False, old[path].dtype
+        else:
+            stays = p == _trees.placed_like(old[path], x.leaf)
+        new[x.path] = jnp.where(stays, x.leaf, _kept_beside(dtype, p, x.storage))
     return jax.tree.map_with_path(lambda path, leaf: new.get(path, leaf), opt_state)
+
+
+def _kept_beside(dtype: np.dtype, weight: jax.Array, storage: KeptWeight) -> Any:
+    """Return what is kept of a weight whose parameter is the weight, cast."""
+    p = weight.astype(dtype)
+    # A cast rounds ties to even and overflows, which a storage need not do. The weight
+    # that is nearer to the parameter by the last bit kept is no tie.
+    weight = _trees.at_least_float32(weight)
+    wide = p.astype(weight.dtype)
+    nearer = wide + (weight - wide) * (1 - 2.0 ** (1 - 8 * storage.dtype.itemsize))
+    kept = storage.fresh(weight)
+    for near in (nearer, weight):
+        stored, of_near = storage.store(near, dtype)
+        kept = jnp.where(stored == p, of_near, kept)
+    return kept
 
 
 def _kept_by_path(

@@ -178,14 +178,6 @@ class Compensation(KeptWeight):
         rest = jnp.where(jnp.isfinite(weight), weight - near, jnp.zeros_like(weight))
         return near.astype(dtype), cast_nearest(rest, self.dtype)
 
-    def belongs(self, p: jax.Array, kept: jax.Array) -> Any:
-        # A parameter's own compensation goes half the way to the next number at most,
-        # so half of it rounds away.
-        wide = p.astype(np.float32)
-        return (
-            round_saturating(wide + 0.5 * kept.astype(np.float32), p.dtype) == wide
-        ) | ~jnp.isfinite(wide)
-
     def land(
         self, p: jax.Array, kept: jax.Array, update: jax.Array, author: str, key: Any
     ) -> Pair:

@@ -28,7 +28,7 @@ from mpx._transforms.upcast import keep_types, stable_state, with_measurements_o
 
 # The names of incoming gradients and of updates, for `check_chain`; strings as `MARK`
 # is.
-SCALED = "mpx.scaled_gradients"
+SCALED, UNSCALED = "mpx.scaled_gradients", "mpx.gradients_of_scale_one"
 SKIPPED = "mpx.skipped_updates"
 
 
@@ -148,10 +148,8 @@ def loss_scaling(
         _errors.require_state(state.scale_state, type(start), "loss_scaling")
         _errors.require_differentiable(updates, "loss_scaling")
 
-        def mark(x, name=SCALED):
-            # Under a scale of 1 nothing around this is wrong, so `check_chain` shall
-            # see no names.
-            return x if start.is_always_one else checkpoint_name(x, name)
+        def mark(x, name=UNSCALED if start.is_always_one else SCALED):
+            return checkpoint_name(x, name)
 
         updates = jax.tree.map(mark, updates)
         first_nonfinite = _first_nonfinite(updates, axis_name)

@@ -426,6 +426,19 @@ def test_what_is_not_linear_in_front_of_a_scale_is_caught(change):
     )
 
 
+@pytest.mark.parametrize("scale", [mpx.NoOpLossScale(), mpx.StaticLossScale(8.0)])
+def test_a_mean_over_steps_or_decay_around_a_scale_is_caught_even_if_that_is_one(scale):
+    """One NaN stays in the mean, and every later step is skipped; decay goes on."""
+    scaled = mpx.loss_scaling(RULE, scale)
+    for rule in (scaled, optax.chain(optax.scale(0.5), scaled)):
+        with pytest.raises(ValueError, match="gradients reach `loss_scaling`"):
+            mpx.check_chain(optax.MultiSteps(rule, 2))
+    sgd = mpx.loss_scaling(optax.sgd(1e-3), scale)
+    with pytest.raises(ValueError, match="behind `loss_scaling`"):
+        mpx.check_chain(optax.chain(sgd, optax.add_decayed_weights(1e-4)))
+    mpx.check_chain(mpx.loss_scaling(optax.MultiSteps(RULE, 2), scale))
+
+
 def with_line_search(tx):
     """Give a line search its arguments: the gradients once more among them."""
     arguments = lambda grads: {

@@ -114,8 +114,8 @@ def test_a_parameter_may_be_called_as_a_field_of_a_state_is():
 
 
 CANNOT_TELL = (
-    r"(?s)`is_synced` cannot tell: split masters.*one checkpoint.*`resync`.*:"
-    r" uint\d+\[.*\] fits any bfloat16\["
+    r"(?s)`is_synced` cannot tell: low bits.*one checkpoint.*`resync`.*:"
+    r" \w+\[.*\] fits other parameters of bfloat16\["
 )
 
 
@@ -132,15 +132,16 @@ def test_masters_of_24_bits_cannot_tell_either_and_float32_parameters_are_their_
 
 @every_pair
 def test_after_resync_parameters_changed_from_outside_are_the_masters(keeper, nesting):
-    """NaN is in sync with NaN. Low bits fit any parameter, and say so."""
+    """NaN is in sync with NaN. What fits other parameters too says so."""
     params, state = trained_in(nesting, keeper)
     edited = params | {
         "kernel": params["kernel"].at[3].set(0).at[5].set(1.296875).at[6].set(jnp.nan)
     }
     synced = mpx.resync(edited, state, before=params)
-    if keeper == "split":
-        with pytest.raises(ValueError, match=CANNOT_TELL):
-            mpx.is_synced(params, state)
+    if keeper != "full":
+        for given in (params, jax.tree.map(lambda p: -2 * p, params)):
+            with pytest.raises(ValueError, match=CANNOT_TELL):
+                mpx.is_synced(given, state)
     else:
         assert (mpx.is_synced(params, state), mpx.is_synced(edited, state)) == (
             True,
@@ -173,6 +174,44 @@ def test_after_resync_parameters_changed_from_outside_are_the_masters(keeper, ne
         if ".mu" in jax.tree_util.keystr(path)
     ]
     assert_same_bits(moments(synced), moments(state))
+
+
+@pytest.mark.parametrize("before", ["given", "all NaN"])
+@pytest.mark.parametrize(
+    ("recipe", "lost"),
+    [
+        ("bf16-masters", 0),
+        ("bf16-split", 0),
+        ("bf16-split24-8bit", 2.0**-15),
+        ("bf16-kahan", 2.0**-17),
+        ("f16-scaled", 0),
+    ],
+)
+def test_a_float32_average_keeps_all_bits_that_a_recipe_holds(recipe, lost, before):
+    """Of ties, which a cast rounds to even, split masters keep the number beside."""
+    tx = mpx.mixed_precision(optax.adam(1e-3), recipe, key=jax.random.key(0))
+    policy = mpx.get_policy(recipe)
+    params = policy.cast_to_param({"w": jax.random.normal(jax.random.key(1), (4096,))})
+    state = tx.init(params)
+    average = np.asarray(jax.random.normal(jax.random.key(2), (4096,)))
+    ties = (average.view(np.uint32) & np.uint32(0xFFFF_0000)) | np.uint32(0x8000)
+    average = {
+        "w": jnp.asarray(np.where(np.arange(4096) < 99, ties.view("f"), average))
+    }
+    average["w"] = (
+        average["w"]
+        .at[99:]
+        .set(jnp.where(jnp.arange(99, 4096) < 199, params["w"][99:], average["w"][99:]))
+    )
+    if before == "all NaN":
+        before = jax.tree.map(lambda p: p * jnp.nan, params)
+    else:
+        before = params
+    state = jax.jit(mpx.resync)(average, state, before)
+    best = mpx.master_params(policy.cast_to_param(average), state)["w"]
+    off = jnp.abs(best - average["w"]) / jnp.abs(average["w"])
+    assert off[99:].max() <= lost
+    assert off[:99].max() <= max(lost * 2, 2.0**-23 if "split" in recipe else 0)
 
 
 def test_without_resync_low_bits_of_another_weight_stay_and_masters_bring_the_old_weights_back():

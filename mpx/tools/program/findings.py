@@ -16,6 +16,7 @@ import numpy as np
 
 from mpx._dtypes import bytes_of
 from mpx._inspect.check_chain import GRADIENT, OLD, Value, followed
+from mpx._transforms.loss_scaling import SCALED
 from mpx.tools.program.dataflow import (
     Uses,
     arrays_of,
@@ -186,9 +187,11 @@ def of_chain(program: Any) -> Iterator[Finding]:
     optimizer and its parameters.
     """
     _, received, landed = followed(program, [Value(OLD)] * len(program.in_avals))
-    seen = [value for value in received if value.origin == GRADIENT] + landed
+    scaled = [value for value in received[SCALED] if value.origin == GRADIENT]
     for (origin, by), count in Counter(
-        (value.origin, value.changed_by) for value in seen if value.changed_by
+        (value.origin, value.changed_by)
+        for value in scaled + landed
+        if value.changed_by
     ).items():
         where, chain = (
             f"updates after `{origin}` has chosen where parameters land",
