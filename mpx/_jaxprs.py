@@ -169,26 +169,23 @@ def with_source_of(eqn: JaxprEqn) -> Iterator[None]:
 def traced_flat(
     function: Callable[..., Any],
     given: Sequence[Any],
-    is_kept: Callable[[JaxprEqn], bool],
 ) -> tuple[jex_core.Jaxpr, dict[Any, Any], Any]:
     """Return a function's program without calls, the values of its inputs and
     constants, and its results' structure.
-
-    `is_kept` is as for `flatten`.
     """
     jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*given)
-    program, constants = flatten(jaxpr, is_kept)
+    program, constants = flatten(jaxpr)
     values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
     return program, values, jax.tree.structure(results)
 
 
 def flatten(
-    jaxpr: jex_core.ClosedJaxpr, is_kept: Callable[[JaxprEqn], bool] = lambda eqn: False
+    jaxpr: jex_core.ClosedJaxpr,
 ) -> tuple[jex_core.Jaxpr, dict[jex_core.Var, Any]]:
     """Inline the calls of a program; return it with the arrays that it closes over.
 
-    Calls that say where their arrays have to be stay, and those that `is_kept` names.
-    Custom derivatives are lost with their calls.
+    Calls that say where their arrays have to be stay. Custom derivatives are lost with
+    their calls.
     """
     equations: list[JaxprEqn] = []
     constants: dict[jex_core.Var, Any] = {}
@@ -205,7 +202,7 @@ def flatten(
 
         for eqn in inside.eqns:
             operands = [read(v) for v in eqn.invars]
-            if is_call(eqn) and not _is_placed(eqn) and not is_kept(eqn):
+            if is_call(eqn) and not _is_placed(eqn):
                 results = enter(called_jaxpr(eqn), operands)
             else:
                 # New ones: two calls of one function share a program, and so its

@@ -116,11 +116,10 @@ def run_in_8_bits(
             coded(x, dtype) for x, dtype in zip((lhs, rhs), in_memory, strict=True)
         )
         typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
-        return product(left, right, (lhs_contracting, rhs_contracting), specs[2]), (
-            left,
-            right,
-            typed,
-        )
+        result = product(left, right, (lhs_contracting, rhs_contracting), specs[2])
+        # A `jax.checkpoint` that saves what it is given rounds floats of 8 bits by
+        # `reduce_precision`, which makes NaN of 400: bits are saved.
+        return result, (_bits(left), _bits(right), typed)
 
     def backward_pass(
         residuals: Any, cotangent: jax.Array
@@ -130,6 +129,7 @@ def run_in_8_bits(
         (left, right, typed), cotangent = not_differentiable(
             (residuals, cotangent), _NO_SECOND_DERIVATIVE
         )
+        left, right = (_of_bits(x, forward) for x in (left, right))
         # XLA may fuse this maximum into the kernel that adds up columns for a bias's
         # gradient.
         of_columns = lax.optimization_barrier(
@@ -163,6 +163,14 @@ def run_in_8_bits(
     differentiable = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
     differentiable.defvjp(forward_pass, backward_pass)
     return differentiable(*operands)
+
+
+def _bits(x: Codes) -> Codes:
+    return Codes(lax.bitcast_convert_type(x.codes, np.uint8), x.inverse_scale)
+
+
+def _of_bits(x: Codes, dtype: Any) -> Codes:
+    return Codes(lax.bitcast_convert_type(x.codes, dtype), x.inverse_scale)
 
 
 def _written(x: jax.Array, dtype: np.dtype) -> Operand:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.experimental import jet
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -85,6 +86,9 @@ ad.defjvp(
 )
 ad.primitive_transposes[_mapped] = _transposed
 batching.primitive_batchers[_mapped] = _batched
+jet.jet_rules[_mapped] = lambda primals, series, program, narrow: jet.jet(
+    lambda *operands: wide.run_program(*operands, program=program), primals, series
+)
 mlir.register_lowering(
     _mapped, mlir.lower_fun(wide.run_program, multiple_results=False)
 )

@@ -22,7 +22,6 @@ from mpx._fused.partition import Leaf, Partition, Var
 from mpx._fused.schedule import run_partition
 from mpx._jaxprs import flatten, is_literal, traced_flat
 from mpx._shardings import as_in_auto, explicit_sharding, in_auto
-from mpx._stored.blocks import returns_its_operand
 from mpx._tables import Result, Table
 
 _NOT_DIFFERENTIABLE = (
@@ -266,9 +265,7 @@ def _traced(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, An
     """Return the step without calls, the values of its inputs and constants, and the
     structure of its results.
     """
-    return traced_flat(
-        lambda *given: _as_it_stands(tx, given, extra_args), given, returns_its_operand
-    )
+    return traced_flat(lambda *given: _as_it_stands(tx, given, extra_args), given)
 
 
 def _in_place(

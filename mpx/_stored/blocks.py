@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from mpx._shardings import are_several_in_sight, dividing_devices
 from mpx._stored.roles import Role
@@ -132,7 +133,7 @@ def spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Ar
     if (
         is_large and not are_several_in_sight()
     ):  # to cut an array that is sharded would send it
-        scales = in_cached_parts(scales)
+        scales = in_cached_parts.bind(scales)
     if tiles := _in_tiles(shape, block_size):
         return repeat(
             repeat(scales, block_size // _LANES).reshape(tiles[:-1]), _LANES
@@ -140,8 +141,7 @@ def spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Ar
     return repeat(scales, block_size).reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-@jax.jit
-def in_cached_parts(scales: jax.Array) -> jax.Array:
+def _in_cached_parts(scales: jax.Array) -> jax.Array:
     """Return the same scales, put together from arrays that each fit into the cache of
     a GPU.
 
@@ -155,11 +155,14 @@ def in_cached_parts(scales: jax.Array) -> jax.Array:
     return jnp.concatenate(lax.optimization_barrier(parts)).reshape(scales.shape)
 
 
-def returns_its_operand(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a call of `in_cached_parts`, which a kernel needs
-    not.
-    """
-    return eqn.params.get("name") == "in_cached_parts"
+# A primitive, so that `fused_update` knows it: its kernels need no such parts.
+in_cached_parts = Primitive("scales_in_cached_parts")
+in_cached_parts.def_impl(jax.jit(_in_cached_parts))
+in_cached_parts.def_abstract_eval(lambda scales: scales)
+batching.defvectorized(in_cached_parts)
+mlir.register_lowering(
+    in_cached_parts, mlir.lower_fun(_in_cached_parts, multiple_results=False)
+)
 
 
 def _unit(shape: tuple[int, ...], block_size: int) -> int:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpx
 from tests.autocast.helpers import BF16, F32, conv, eqns_of, normal
-from tests.helpers import eight_cpu_devices
+from tests.helpers import assert_same_bits, eight_cpu_devices
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 SMALL = mpx.Fp8(min_extent=0)  # as by default, for products of the size of tests
@@ -237,3 +237,33 @@ def test_a_product_that_says_where_its_result_lies_runs_in_8_bits():
             jax.device_put(jnp.ones((16, 32)), by_rows), jnp.ones((32, 16))
         ).contractions
     assert (row.runs_in, row.reason) == ("fp8", "")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        jax.checkpoint_policies.everything_saveable,
+        jax.checkpoint_policies.save_anything_except_these_names("another"),
+    ],
+    ids=["everything", "anything but names"],
+)
+def test_a_checkpoint_that_saves_what_it_is_given_saves_codes_as_bits(policy):
+    """JAX rounds saved floats by `reduce_precision`, which makes NaN of codes above
+    256 in e4m3, the negative control.
+    """
+    w, x = (jax.random.normal(jax.random.key(i), (32, 32)) for i in (0, 1))
+
+    def loss(policy):
+        def layer(w, x):
+            return jnp.tanh(x @ w) @ w
+
+        return mpx.autocast(
+            lambda w, x: jax.checkpoint(layer, policy=policy)(w, x).sum(),
+            SMALL,
+        )
+
+    found = jax.jit(jax.value_and_grad(loss(policy)))(w, x)
+    expected = jax.jit(jax.value_and_grad(loss(None)))(w, x)
+    assert_same_bits(found, expected)
+    codes = jnp.full((8,), 400, jnp.float8_e4m3fn)
+    assert jnp.isnan(jax.lax.reduce_precision(codes, 4, 3).astype(jnp.float32)).all()

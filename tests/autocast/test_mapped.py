@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import jet
 
 import mpx
 from tests.autocast.helpers import (
@@ -142,3 +143,20 @@ def test_gradients_of_a_weight_in_a_batch_are_float32_sums_if_they_are_asked_for
     of_weights = [c for c in contractions(grad, W, BATCH) if c.result == F32]
     assert len(of_weights) == 2
     assert {c.lhs for c in of_weights} == {BF16}
+
+
+def test_a_vector_field_of_one_example_has_a_taylor_series():
+    w, x = jnp.eye(8) / 2, jnp.arange(8.0)
+
+    def series(field):
+        terms = (jnp.ones(8), jnp.zeros(8))
+        return jet.jet(lambda x: field(w, x), (x,), (terms,))
+
+    def field(w, x):
+        return jnp.tanh(x @ w)
+
+    found, expected = series(mpx.autocast(field, "bf16")), series(field)
+    for ours, plain in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(ours, plain, atol=1e-6)
