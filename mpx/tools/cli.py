@@ -179,11 +179,8 @@ def rule(text: str) -> tuple[Any, str]:
     if ":" in text:
         found, name = attribute(text), text.rpartition(":")[2]
         return (found(), f"{name}()") if callable(found) else (found, name)
-    if (
-        text == "muon"
-        # a model of a given size has no matrices to tell from what Adam updates, so all of
-        # it is one
-    ):
+    # A model of a given size has no matrices to tell from what Adam updates: all is one.
+    if text == "muon":
         numbers = (
             "jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers(-2, -1) if"
             " w.ndim > 1 else None, params)"

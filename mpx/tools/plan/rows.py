@@ -20,7 +20,8 @@ from mpx._stored.weights import LowBits
 
 Kind = Literal[
     "parameters", "not trained", "gradients", "masters", "low bits", "first moment",
-    "second moment", "scales of blocks", "compensation", "sum of gradients", "other state",
+    "second moment", "scales of blocks", "compensation", "sum of gradients",
+    "other state",
 ]  # fmt: skip
 OUTSIDE_STATE: tuple[Kind, ...] = ("parameters", "not trained", "gradients")
 SCALARS, KEY = (

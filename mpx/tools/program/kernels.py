@@ -69,9 +69,8 @@ class Kernel:
     # that it reads and writes each time: operands and results, or the parts of them
     # that it touches
     bytes: int
-    flops: Mapping[
-        str, int
-    ]  # of its matrix products and convolutions each time, by the dtype of their operands
+    # of its matrix products and convolutions each time, by the dtype of their operands
+    flops: Mapping[str, int]
     times: int  # how often it runs in a step
     seconds: (
         float | None

@@ -20,9 +20,8 @@ class Target:
     name: str  # what it is called
     memory_bytes: int  # its memory
     bandwidth: float  # bytes a second between that memory and the chip
-    rates: Mapping[
-        str, float
-    ]  # FLOPs a second of dense products, by the dtype of their operands, as in a report
+    # FLOPs a second of dense products, by the dtype of their operands, as in a report
+    rates: Mapping[str, float]
     # Of a GPU: `cores`, arithmetic `units` of each, `clock` in GHz, bytes of `cache`
     # and of `shared` memory a core, and its compute `capability`, such as `(9, 0)`.
     # Without them memory can be planned, but nothing is compiled.
