@@ -32,9 +32,8 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
 # Tests compile for GPUs that are not here. JAX reads this when its first backend
 # starts, in whatever test that is.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-os.environ.setdefault(
-    "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
-)  # by several workers; nothing runs on a TPU
+# By several workers; nothing runs on a TPU.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # Tests share compiled programs with each other, with the processes that they start, and
 # with the next run. The folder is where pytest keeps what plugins cache, so that
 # `--cache-clear` empties it.
@@ -65,9 +64,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("full" if "MPX_FULL" in os.environ else "quick")
 
-gc.set_threshold(
-    100_000, 50, 100
-)  # tracing makes many objects and little garbage; a search takes 7% of the time
+# Tracing makes many objects and little garbage; a search takes 7% of the time.
+gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)

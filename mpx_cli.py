@@ -159,7 +159,8 @@ def plan(
 
 
 @app.command(
-    epilog='Example: mpx explain train.py:loss "f32[16,4]" "f32[8,16]" --policy bf16 --grad'
+    epilog="Example: mpx explain train.py:loss "
+    '"f32[16,4]" "f32[8,16]" --policy bf16 --grad'
 )
 def explain(
     function: Annotated[

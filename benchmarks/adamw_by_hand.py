@@ -16,13 +16,14 @@ from jax import lax
 
 from mpx._stored.blockwise import Blockwise8bit
 
+# As in `optax.adamw`.
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = (
     1e-3,
     0.9,
     0.999,
     1e-8,
     1e-4,
-)  # as in `optax.adamw`
+)
 BLOCK_SIZE = 256  # as in `Blockwise8bit`
 MIN_SIZE = 4096  # as in `low_precision_state`
 
@@ -55,9 +56,8 @@ def adamw(
     g = g.astype(jnp.float32)
     m = (1 - B1) * g + B1 * loaded(mu, signed=True)
     v = (1 - B2) * (g * g) + B2 * loaded(nu, signed=False)
-    first, second = (
-        x.astype(jnp.float32) for x in corrections
-    )  # with 64-bit types they are float64, as in Optax
+    # With 64-bit types they are float64, as in Optax.
+    first, second = (x.astype(jnp.float32) for x in corrections)
     direction = (m / first) / (jnp.sqrt(v / second) + EPS)
     update = -LEARNING_RATE * (direction + WEIGHT_DECAY * weight)
     return update, stored(m, mu, signed=True), stored(v, nu, signed=False)
@@ -111,9 +111,8 @@ def split_step(
     master = joined(p, low)
     update, mu, nu = adamw(g, master, mu, nu, corrections)
     bits = lax.bitcast_convert_type(master + update, jnp.uint32)
-    high = ((bits + 0x8000) >> 16).astype(
-        jnp.uint16
-    )  # rounded to nearest, ties away from zero
+    # Rounded to nearest, ties away from zero.
+    high = ((bits + 0x8000) >> 16).astype(jnp.uint16)
     # Chosen, so that they are integers: the assembler of CUDA 13.0 stores low bits of a
     # float32 register as a number.
     low = jnp.where(jnp.isnan(master), jnp.uint32(0), bits).astype(jnp.uint16)
@@ -142,9 +141,8 @@ def kahan_step(
     wide = p.astype(jnp.float32)
     update, mu, nu = adamw(g, wide, mu, nu, corrections)
     y = update + compensation.astype(jnp.float32)
-    new = lax.reduce_precision(
-        wide + y, 8, 7
-    )  # a cast to bfloat16 and back is removed by XLA on a GPU
+    # A cast to bfloat16 and back is removed by XLA on a GPU.
+    new = lax.reduce_precision(wide + y, 8, 7)
     return new.astype(p.dtype), (y - (new - wide)).astype(compensation.dtype), mu, nu
 
 

@@ -40,13 +40,14 @@ def measure_steps(form: str, size: str, params: str, starts: int, turns: int) ->
     beside = FORMS[form].beside or HAND
     weights, tokens = make_params(SIZES[size], DTYPES[params]), make_tokens(SIZES[size])
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), weights)
+    # The parameters, and the last loss and gradients.
     state = (
         weights,
         (
             jnp.float32(0),
             zeros,
         ),
-    )  # the parameters, and the last loss and gradients
+    )
     row: Row = {"form": form, "beside": beside, "size": size, "params": params}
 
     def step_of(name: str) -> Any:
@@ -66,9 +67,8 @@ def measure_steps(form: str, size: str, params: str, starts: int, turns: int) ->
         }
         return row | compare(steps, make_states, tokens, **options)
     except jax.errors.JaxRuntimeError as error:
-        return row | {
-            "left out": str(error).splitlines()[0]
-        }  # what a backend cannot do is a result too
+        # What a backend cannot do is a result too.
+        return row | {"left out": str(error).splitlines()[0]}
 
 
 def steps_sheets(rows: list[Row]) -> list[Sheet]:

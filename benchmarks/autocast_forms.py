@@ -74,12 +74,12 @@ class Attention(nn.Module):
             joined.astype(jnp.bfloat16) if self.implementation == "cudnn" else joined
         )
         if joined.dtype == jnp.float16 and jax.default_backend() == "cpu":
-            operands = joined.astype(
-                jnp.float32
-            )  # XLA on CPU has no products of float16 numbers with float32 sums
+            # XLA on CPU has no products of float16 numbers with float32 sums.
+            operands = joined.astype(jnp.float32)
+        # 3 of (B, T, H, D).
         parts = jnp.split(
             operands.reshape(*x.shape[:-1], 3 * self.heads, -1), 3, axis=-2
-        )  # 3 of (B, T, H, D)
+        )
         mixed = jax.nn.dot_product_attention(
             *parts, is_causal=True, implementation=self.implementation
         )

@@ -30,11 +30,12 @@ from examples.gpt.training import Hyperparameters, Program
 
 TRAINING = Hyperparameters(steps=1_000, learning_rate=6e-4)
 DISTINCT_BATCHES = 8  # on the device before the first step, and then in turn
+# Rows of the matrices whose product gives the rate.
 PRODUCT_SIZES = {
     "cpu": 1024,
     "gpu": 8192,
     "tpu": 8192,
-}  # rows of the matrices whose product gives the rate
+}
 PRODUCT_ROUNDS, PRODUCTS = 5, 4
 NO_FLASH = "no GPU, no flash attention: as before"
 
@@ -52,10 +53,11 @@ def matmul_rate() -> float:
     """
     size = PRODUCT_SIZES[jax.default_backend()]
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    # So that products of products stay of size 1.
     multiply, b = (
         jax.jit(lambda a, b: a @ b),
         b * size**-0.5,
-    )  # so that products of products stay of size 1
+    )
 
     def run(products: int) -> None:
         nonlocal a

@@ -92,9 +92,8 @@ def read(
 ) -> tuple[StepReport, int]:
     """Return the report of a step, and how many parameters the model has."""
     jax.clear_caches()
-    target = (
-        gpu if TARGETS[gpu].gpu else "h100"
-    )  # XLA's figures of some GPUs are not known
+    # XLA's figures of some GPUs are not known.
+    target = gpu if TARGETS[gpu].gpu else "h100"
     gpus = target_devices(target, count) if count > 1 else ()
     with flash_attention():
         step, arguments, _ = llama.step_and_arguments(

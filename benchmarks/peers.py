@@ -69,9 +69,10 @@ class Optimizer(NamedTuple):
 def make_optimizer(peer: str) -> Optimizer:
     """Return the AdamW of a row."""
     if peer in FLASH_BITS:
+        # Only where it is read: it need not be installed.
         from flashoptim_jax import (
             flash_adamw,
-        )  # only where it is read: it need not be installed
+        )
 
         flash = flash_adamw(
             learning_rate=LEARNING_RATE,
@@ -92,9 +93,8 @@ def make_optimizer(peer: str) -> Optimizer:
     recipe = RECIPES.get(peer)
     if recipe is not None:
         tx = mpx.mixed_precision(tx, peer, key=jax.random.key(0))
-    if (
-        recipe is not None and recipe.moments is not None
-    ):  # kernels are for moments in blocks; without them they gain nothing
+    # Kernels are for moments in blocks; without them they gain nothing.
+    if recipe is not None and recipe.moments is not None:
         return Optimizer(dtype, tx.init, mpx.fused_update(tx))
 
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:

@@ -87,9 +87,10 @@ def flash_attention() -> Iterator[None]:
     """Let `jax.nn.dot_product_attention` use cuDNN's kernel although no GPU is here for
     JAX to ask.
     """
+    # There is no public way to say for which GPU one lowers.
     from jax._src.cudnn import (
         fused_attention_stablehlo,
-    )  # there is no public way to say for which GPU one lowers
+    )
 
     with unittest.mock.patch.object(
         fused_attention_stablehlo, "check_compute_capability", return_value=True

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-Row = dict[
-    str, Any
-]  # what was measured; a measurement that failed has the reason under "failed"
+# What was measured; a measurement that failed has the reason under "failed".
+Row = dict[str, Any]
 
 
 class Sheet(NamedTuple):
@@ -13,9 +12,8 @@ class Sheet(NamedTuple):
 
     title: str  # the line above it
     rows: Sequence[Mapping[str, Any]]  # the figures
-    columns: Mapping[
-        str, str
-    ]  # for each name the template of its cells, which `str.format` fills from a row
+    # For each name the template of its cells, which `str.format` fills from a row.
+    columns: Mapping[str, str]
     caption: str = ""  # the text below it
 
     def markdown(self) -> str:

@@ -27,9 +27,8 @@ from benchmarks.report import Row, table
 from benchmarks.sweep import STATES, STEPS, train, transformation
 from tests.rules import NO_MOMENTS, RULES, WRITE_BACKS, moment_fields
 
-Losses = dict[
-    tuple[str, str], float
-]  # by the ways to keep the state and the parameters
+# By the ways to keep the state and the parameters.
+Losses = dict[tuple[str, str], float]
 
 SEEDS = 5
 OUT = Path(__file__).with_name("STATE_FORMATS.md")
@@ -49,9 +48,8 @@ def measure(name: str) -> tuple[list[float], Losses]:
     """Return the float32 losses of a rule over seeds, and the loss of each combination
     at seed 0.
     """
-    with jax.numpy_dtype_promotion(
-        "standard"
-    ):  # Optax's rules add arrays of two dtypes
+    # Optax's rules add arrays of two dtypes.
+    with jax.numpy_dtype_promotion("standard"):
         reference = [
             train(name, RULES[name].make(), jnp.float32, seed)[1]
             for seed in range(SEEDS)

@@ -143,9 +143,8 @@ def train(rule_name, tx, dtype, seed=0, compiler_options=None):
     """The loss before and after a training, and the state after it."""
     rule = RULES[rule_name]
     params = jax.tree.map(lambda p: jnp.asarray(p, dtype), initial_params(seed))
-    state = jax.tree.map(
-        jnp.asarray, tx.init(params)
-    )  # operation by operation: other rules have the same ones
+    # Operation by operation: other rules have the same ones.
+    state = jax.tree.map(jnp.asarray, tx.init(params))
     strong = jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), state)
     carry = (params, strong)
     run = lambda carry, batches: jax.lax.scan(make_step(rule, tx), carry, batches)[0]

@@ -113,9 +113,8 @@ def ratio(numerator: list[float], denominator: list[float], block: int = 1) -> R
     blocks of turns.
     """
     a, b = (np.reshape(times, (-1, block)) for times in (numerator, denominator))
-    picks = np.random.default_rng(0).integers(
-        len(a), size=(2000, len(a))
-    )  # pairs stay pairs
+    # Pairs stay pairs.
+    picks = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))
     resampled = np.median(a[picks], axis=(1, 2)) / np.median(b[picks], axis=(1, 2))
     low, high = np.quantile(resampled, [0.025, 0.975])
     return {

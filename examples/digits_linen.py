@@ -120,9 +120,10 @@ def main(epochs: int = EPOCHS) -> dict[str, float]:
         for epoch in range(1, epochs + 1):
             order = np.random.default_rng(epoch).permutation(len(labels))
             for recipe, (policy, state) in runs.items():
+                # Whole batches only.
                 for batch in np.split(order, range(BATCH_SIZE, len(order), BATCH_SIZE))[
                     :-1
-                ]:  # whole batches only
+                ]:
                     state = step(policy, state, images[batch], labels[batch])
                 runs[recipe] = policy, state
                 accuracies[recipe] = 100 * float(

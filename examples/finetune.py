@@ -38,13 +38,14 @@ from examples.gpt.loss import cross_entropy
 
 FILE, CONFIG = "model.safetensors", "config.json"
 VALIDATION_BATCHES = 4
+# Constants in older files, which are written as they were read.
 MASKS = (
     ".attn.bias",
     ".attn.masked_bias",
-)  # constants in older files, which are written as they were read
+)
 
 
-# --- The model. Its attributes have the names of the file, so that a path is a name. ---
+# --- The model. Its attributes have the names of the file: a path is a name. ---
 class Config(NamedTuple):
     """The sizes of a GPT-2."""
 
@@ -199,9 +200,8 @@ def save(
         names, jax.tree.leaves(mpx.master_params(params, opt_state)), strict=True
     ):
         tensors[name] = np.asarray(weight.astype(tensors[name].dtype))
-    save_file(
-        tensors, out / FILE, metadata={"format": "pt"}
-    )  # without it transformers refuses the file
+    # Without it transformers refuses the file.
+    save_file(tensors, out / FILE, metadata={"format": "pt"})
     ocp.save(out.absolute() / "checkpoint", {"params": params, "opt_state": opt_state})
 
 

@@ -24,12 +24,13 @@ from jax import lax
 import mpx
 
 WIDTH, HEADS, LAYERS, DIGITS = 64, 4, 2, 10
+# Digits of a prompt; answers to each of the prompts; steps on them.
 ASKED, GROUP, PROMPTS, INNER_STEPS = (
     8,
     16,
     16,
     2,
-)  # digits of a prompt; answers to each of the prompts; steps on them
+)
 START = DIGITS  # the token behind a prompt
 LENGTH = 2 * ASKED + 1
 
@@ -98,9 +99,8 @@ def logits_and_cache(
         )
         x = x + mixed @ w["out"]
         x = x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"]
-    head = mpx.full_precision(
-        lambda x, head: x @ head
-    )  # a rounding shows most in logits
+    # A rounding shows most in logits.
+    head = mpx.full_precision(lambda x, head: x @ head)
     return head(norm(x), params["head"]), new_cache
 
 

@@ -179,9 +179,8 @@ def attention(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Arra
             *qkv, is_causal=True, implementation=config.attention
         )
 
-    if (
-        config.attention == "cudnn"
-    ):  # in a shard_map, or each device would compute the attention of all sequences
+    # In a shard_map, or each device would compute the attention of all sequences.
+    if config.attention == "cudnn":
         kernel = (
             jax.shard_map(attend, in_specs=DIVIDED, out_specs=DIVIDED)
             if is_divided()
@@ -207,9 +206,8 @@ def loss_fn(config: Config, params: dict[str, Any], tokens: jax.Array) -> jax.Ar
     1).
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    x = on_mesh(
-        params["embedding"][on_mesh(inputs)], DIVIDED
-    )  # all tokens in some columns, then some in all
+    # All tokens in some columns, then some in all.
+    x = on_mesh(params["embedding"][on_mesh(inputs)], DIVIDED)
     in_few_bits = functools.partial(mpx.checkpoint, kept=config.kept, argnums=0)
     checkpoint = jax.checkpoint if config.kept is None else in_few_bits
     x, _ = jax.lax.scan(

@@ -81,16 +81,16 @@ def any_precision_adamw(
     adamw = optax.adamw(
         learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask
     )
+    # From the root, whatever parameters are called.
     formats = {
         "^0/mu": momentum_dtype,
         "^0/nu": variance_dtype,
-    }  # from the root, whatever parameters are called
+    }
     moments = low_precision_state(
         adamw, formats, min_size=0, rounding=rounding, key=key
     )
-    compensation = kahan_summation(
-        compensation_buffer_dtype
-    )  # made in any case, so that a wrong dtype is found
+    # Made in any case, so that a wrong dtype is found.
+    compensation = kahan_summation(compensation_buffer_dtype)
     return optax.with_extra_args_support(
         optax.chain(moments, compensation) if use_kahan_summation else moments
     )

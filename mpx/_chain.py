@@ -161,10 +161,11 @@ def chain(
 # From the first to stand in a chain to the last. Elements of one rank exclude each
 # other.
 _RANKS = {"zero1": 0, "loss_scaling": 1, "mixed_precision": 1, "master_weights": 2}
+# What these wrap keeps its 16-bit parameters.
 _AROUND_FINAL_UPDATES = (
     "zero1",
     "loss_scaling",
-)  # what these wrap keeps its 16-bit parameters
+)
 _KEEP_WEIGHTS = (
     "mixed_precision",
     "master_weights",

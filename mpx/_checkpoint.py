@@ -122,11 +122,12 @@ def _divided(
     second has it, and what is kept.
     """
     (x,), format = eqn.invars, eqn.params["format"]
+    # One around it keeps less.
     if (
         unknown[0]
         or format is None
         or saveable(_kept, x.aval, **eqn.params) is not True
-    ):  # one around it keeps less
+    ):
         return (
             None if unknown[0] else eqn,
             eqn,
@@ -163,9 +164,8 @@ def _coders(
     format = format if parts == 1 else format.for_shards(of.shape[-1] // parts)
     encode, decode = lambda x, _: format.encode(x), format.decode
     codes = jax.eval_shape(encode, jax.ShapeDtypeStruct(of.shape, np.float32), None)
-    if any(
-        x.shape[:-1] != of.shape[:-1] for x in jax.tree.leaves(codes)
-    ):  # a TPU would copy an array for its rows
+    # A TPU would copy an array for its rows.
+    if any(x.shape[:-1] != of.shape[:-1] for x in jax.tree.leaves(codes)):
         for _ in range(of.ndim - 1):
             encode, decode = jax.vmap(encode), jax.vmap(decode)
 
@@ -192,9 +192,8 @@ def _batched(operands: Any, at: Any, **params: Any) -> tuple[Any, int]:
     return _kept.bind(jnp.moveaxis(operands[0], at[0], 0), **params), 0
 
 
-_kept = Primitive(
-    "kept_between_passes"
-)  # `format` is None where it is encoded, to see who differentiates that
+# `format` is None where it is encoded, to see who differentiates that.
+_kept = Primitive("kept_between_passes")
 _kept.def_impl(lambda x, **_: x)
 _kept.def_abstract_eval(lambda x, **_: x)
 ad.deflinear2(_kept, lambda cotangent, _, **__: [cotangent])

@@ -108,9 +108,8 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
     """Return the rule that a wrapper wraps, accepting extra arguments; raise for
     anything else.
     """
-    if isinstance(
-        inner, optax.MultiSteps
-    ):  # its own `gradient_transformation` takes no extra arguments
+    # Its own `gradient_transformation` takes no extra arguments.
+    if isinstance(inner, optax.MultiSteps):
         update: Any = inner.update
         inner = optax.GradientTransformationExtraArgs(inner.init, update)
     if not (

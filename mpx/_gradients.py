@@ -30,9 +30,8 @@ _TRANSFORMS = (
     " differentiated as one argument, and the rest as another."
 )
 
-_Outcome = collections.namedtuple(
-    "_Outcome", ("loss", "aux")
-)  # of a function, beside its scaled loss
+# Of a function, beside its scaled loss.
+_Outcome = collections.namedtuple("_Outcome", ("loss", "aux"))
 
 
 def value_and_grad(
@@ -116,9 +115,8 @@ def value_and_grad(
     # None asks for what JAX gives: the function's own parameters, and no view of them.
     record = None if grad_dtype is None else record
     is_as_computed = isinstance(grad_dtype, str) and grad_dtype == _AS_COMPUTED
-    dtype = (
-        None if record is None else np.dtype(np.float32)
-    )  # None: each gradient keeps its argument's
+    # None: each gradient keeps its argument's.
+    dtype = None if record is None else np.dtype(np.float32)
     if grad_dtype is not None and not is_as_computed:
         dtype = _errors.floating_dtype(
             grad_dtype, "`value_and_grad`: `grad_dtype`", f"{_AS_COMPUTED!r} or None"
@@ -141,9 +139,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        if (
-            transform is jax.value_and_grad and not allow_int
-        ):  # of no other is it known what it differentiates
+        # Of no other is it known what it differentiates.
+        if transform is jax.value_and_grad and not allow_int:
             _require_differentiable(args, argnums)
         positions = [] if grad_dtype is None else _positions(args, argnums)
         dtypes = [
@@ -192,9 +189,8 @@ def value_and_grad(
                 lambda g: _multiplied(g, rest, keep_dtype=dtype is None), grads
             )
         grads = _named(_in_dtype(grads, dtype), loss_scale)
-        if (
-            is_as_computed and rest is None and record is not None
-        ):  # else a parameter may have uses that nobody sees
+        # Else a parameter may have uses that nobody sees.
+        if is_as_computed and rest is None and record is not None:
             grads = _narrowed_without_loss(grads, args, argnums, views)
         # `loss_scaling` skips a step whose gradients are not finite: it keeps batch
         # statistics too.
@@ -263,9 +259,8 @@ def _positions(args: tuple[Any, ...], argnums: Any) -> list[int]:
     missing one.
     """
     given = argnums if isinstance(argnums, Sequence) else (argnums,)
-    positions = [
-        getattr(position, "argnum", position) for position in given
-    ]  # of `flax.nnx.DiffState`
+    # Of `flax.nnx.DiffState`.
+    positions = [getattr(position, "argnum", position) for position in given]
     return [position for position in positions if -len(args) <= position < len(args)]
 
 
@@ -494,9 +489,8 @@ def _on_parameters(
     """
     inner, views = _without_jit(fun), []
     is_autocast = autocast_of(inner) is not None and any(dtypes)
-    if (
-        inner is not fun and not is_traced
-    ):  # run what the user compiled: in line, operations would run one by one
+    # Run what the user compiled: in line, operations would run one by one.
+    if inner is not fun and not is_traced:
         inner = fun
         dtypes = [None if is_autocast else dtype for dtype in dtypes]
 

@@ -266,9 +266,8 @@ def propagate_inside(
     """
     is_cond = eqn.primitive.name == "cond"
     programs = eqn.params["branches"] if is_cond else [called_jaxpr(eqn)]
-    operands = (
-        operands[1:] if is_cond else operands
-    )  # the first one is the index of the branch
+    # The first one is the index of the branch.
+    operands = operands[1:] if is_cond else operands
     return list(
         zip(
             *[propagate(program, operands, rule, constant) for program in programs],

@@ -327,9 +327,8 @@ class DynamicLossScale(LossScale):
         # A scale that begins above its maximum stays there: a good step never shrinks
         # it.
         grown = jnp.minimum(scale * factor, jnp.maximum(scale, high))
-        grown = jnp.where(
-            jnp.isfinite(grown), grown, scale
-        )  # a float16 scale, or no maximum
+        # A float16 scale, or no maximum.
+        grown = jnp.where(jnp.isfinite(grown), grown, scale)
         shrunk = jnp.maximum(scale / factor, low)
         bad_steps = self.bad_steps
         if not isinstance(bad_steps, (int, float)):  # else the hysteresis is 1
@@ -407,9 +406,8 @@ def _multiply(tree: T, factor: ArrayLike, *, inverse: bool = False) -> T:
 
     def multiply(x):
         wide = _trees.at_least_float32(jnp.asarray(x))
-        by = jnp.asarray(
-            factor, wide.dtype
-        )  # its inverse too: 1/3 in float32 is too coarse for float64 leaves
+        # Its inverse too: 1/3 in float32 is too coarse for float64 leaves.
+        by = jnp.asarray(factor, wide.dtype)
         return wide * (1 / by if inverse else by)
 
     return jax.tree.map(multiply, tree)

@@ -22,9 +22,8 @@ T = TypeVar("T")
 
 _FP8 = "fp8"
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-_AT_THE_TOP = re.compile(
-    rf"({_QUOTED}|\([^()]*\))|,"
-)  # a comma between parts, or a group that may hold commas
+# A comma between parts, or a group that may hold commas.
+_AT_THE_TOP = re.compile(rf"({_QUOTED}|\([^()]*\))|,")
 _OVERRIDE = re.compile(rf"({_QUOTED})\s*=(.*)", re.DOTALL)
 _FIELDS = {
     "params": "param_dtype",
@@ -184,9 +183,8 @@ class Policy:
             if is_cast and _trees.is_floating(array):
                 override = self.override_at(path)
                 stored = override or np.dtype(self.param_dtype)
-                in_fp8 = (
-                    self.fp8 is not None and array.ndim > 1
-                )  # what can be a matrix of a product
+                # What can be a matrix of a product.
+                in_fp8 = self.fp8 is not None and array.ndim > 1
                 compute = override or (_FP8 if in_fp8 else np.dtype(self.compute_dtype))
             size = 0 if id(leaf) in counted else bytes_of(stored, array.size)
             counted.add(id(leaf))

@@ -46,9 +46,8 @@ def in_auto(
     function: Callable[..., Any], mesh: Mesh | AbstractMesh, out_shardings: Any
 ) -> Callable[..., Any]:
     """Let XLA place the arrays inside a function, on a mesh of explicit axes too."""
-    now = (
-        jax.sharding.get_abstract_mesh()
-    )  # inside of such a function axes are automatic
+    # Inside of such a function axes are automatic.
+    now = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, (mesh if now.empty else now).axis_types, strict=True)
     explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
     if not explicit:

@@ -18,10 +18,11 @@ T = TypeVar("T")
 Path = tuple[Any, ...]
 
 _VALUE = jax.tree_util.GetAttrKey("value")
+# The latter: scales and histories of Flax's FP8 layers.
 _MEASURED = {
     "batch_stats",
     "_overwrite_with_gradient",
-}  # the latter: scales and histories of Flax's FP8 layers
+}
 
 
 def is_floating(leaf: Any) -> bool:
@@ -62,9 +63,8 @@ def is_array(leaf: Any) -> bool:
     one.
     """
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return (
-            leaf.dtype.kind not in "OSUMm"
-        )  # objects, strings and dates are not for jax
+        # Objects, strings and dates are not for jax.
+        return leaf.dtype.kind not in "OSUMm"
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
@@ -80,9 +80,8 @@ def promoted(dtype: DTypeLike, other: DTypeLike) -> np.dtype:
     widening is meant.
     """
     if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1:
-        dtype = (
-            jnp.bfloat16
-        )  # JAX promotes no 8-bit float; this one holds the values of all of them
+        # JAX promotes no 8-bit float; this one holds the values of all of them.
+        dtype = jnp.bfloat16
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, other)
 
@@ -300,9 +299,8 @@ def _cast_leaves(leaves: list[Any], dtypes: list[np.dtype | None]) -> list[Any]:
         tuple[np.dtype, int], int
     ] = {}  # the first position of each array, by its identity
     repeated: list[tuple[int, int]] = []
-    together: dict[Any, list[int]] = defaultdict(
-        list
-    )  # which concrete arrays one program can take
+    # Which concrete arrays one program can take.
+    together: dict[Any, list[int]] = defaultdict(list)
     for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
         if dtype is None or leaf.dtype == dtype:
             continue

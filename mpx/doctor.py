@@ -32,9 +32,8 @@ from mpx._transforms.master_weights import master_weights
 _PACKAGES = ("mpx-jax", "jax", "jaxlib", "optax", "flax", "numpy", "ml_dtypes")
 _BF16, _F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 _STEPS = 1000
-_UPDATES = (np.arange(64) % 8 - 3).astype(_F32) * np.float32(
-    2.0**-13
-)  # every sum from 1 on is exact in float32
+# Every sum from 1 on is exact in float32.
+_UPDATES = (np.arange(64) % 8 - 3).astype(_F32) * np.float32(2.0**-13)
 _SUMS = np.float32(1) + np.float32(_STEPS) * _UPDATES
 
 
@@ -245,9 +244,8 @@ def _check(name: str, compute: Callable[[], Any], expected: np.ndarray) -> Check
     one.
     """
     try:
-        with jax.numpy_dtype_promotion(
-            "standard"
-        ):  # Optax adds float32 updates to bfloat16 parameters
+        # Optax adds float32 updates to bfloat16 parameters.
+        with jax.numpy_dtype_promotion("standard"):
             result = np.asarray(compute())
     except Exception as error:  # on a machine where this fails, that is the finding
         return Check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])

@@ -31,13 +31,11 @@ _FLOAT32 = np.dtype(np.float32)
 _SIGN = np.uint32(0x8000_0000)
 _MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITY = np.uint32(0x7F80_0000)
-_QUIET = np.uint32(
-    0x0040_0000
-)  # the mantissa's top bit: a NaN that has it survives truncation to 16 bits
+# The mantissa's top bit: a NaN that has it survives truncation to 16 bits.
+_QUIET = np.uint32(0x0040_0000)
 _BF16_MAX_F32 = np.uint32(0x7F7F_0000)
-_LARGEST_SPLIT = np.uint32(
-    0x7F7F_7FFF
-)  # the largest whose rounding to bfloat16, ties away from zero, is finite
+# The largest whose rounding to bfloat16, ties away from zero, is finite.
+_LARGEST_SPLIT = np.uint32(0x7F7F_7FFF)
 _F16_MAX = np.uint32(0x477F_E000)  # 65504
 _F16_SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14
 _HALF = np.uint32(0x3F00_0000)  # 0.5
@@ -88,9 +86,8 @@ def round_to(
     magnitude = bits & _MAGNITUDE
     if dtype == _BFLOAT16:
         increment = 0x7FFF + ((bits >> 16) & 1)
-        if (
-            overflow == "largest"
-        ):  # what lies above the largest number is cut off to it, and infinity kept
+        # What lies above the largest number is cut off to it, and infinity kept.
+        if overflow == "largest":
             increment = jnp.where(magnitude >= _BF16_MAX_F32, np.uint32(0), increment)
         nearest = (bits + increment) & np.uint32(0xFFFF_0000)
         nearest = jnp.where(
@@ -262,12 +259,10 @@ def _stochastic_f16(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
     and saturated at 65504.
     """
     significand = (magnitude & 0x7F_FFFF) | 0x80_0000
-    exponent = (
-        jnp.maximum(magnitude >> 23, np.uint32(113)) - 113
-    )  # that of float16, less one; 0 for subnormals
-    dropped = 126 - jnp.minimum(
-        magnitude >> 23, np.uint32(113)
-    )  # bits of the significand; below 2**-14 more than 13
+    # That of float16, less one; 0 for subnormals.
+    exponent = jnp.maximum(magnitude >> 23, np.uint32(113)) - 113
+    # Bits of the significand; below 2**-14 more than 13.
+    dropped = 126 - jnp.minimum(magnitude >> 23, np.uint32(113))
     whole = significand >> jnp.minimum(dropped, np.uint32(31))
     # The dropped bits as a fraction of 2**32.
     fraction = jnp.where(

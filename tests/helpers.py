@@ -24,9 +24,8 @@ QUICKLY = {
     "xla_llvm_disable_expensive_passes": True,
 }
 
-HAS_EMITTERS = importlib.metadata.version("jaxlib").startswith(
-    "0.10."
-)  # or rather the option to do without them
+# Or rather the option to do without them.
+HAS_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")
 
 
 def cases(names, quick):

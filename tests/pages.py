@@ -158,9 +158,8 @@ def check_training_steps(code, names):
                 for sharding in shardings
                 if isinstance(sharding, jax.sharding.NamedSharding)
             ]
-            with (
-                jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext()
-            ):  # the block may have set it
+            # The block may have set it.
+            with jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext():
                 compiled = names[name].lower(*arguments, **keywords).compile()
             memory = getattr(
                 compiled, "compiled", compiled

@@ -32,9 +32,8 @@ def test_the_mean_of_microbatches_reaches_the_rule_in_float32():
         "few bits": mpx.low_precision_state(
             optax.sgd(1.0, momentum=0.9), {"trace": "bf16"}, min_size=1
         ),
-        "naive": optax.sgd(
-            1.0
-        ),  # negative control: bfloat16 gradients get a bfloat16 mean
+        # Negative control: bfloat16 gradients get a bfloat16 mean.
+        "naive": optax.sgd(1.0),
     }
     found = {}
     for name, tx in wrappers.items():

@@ -55,10 +55,11 @@ FAMILIES = {
 }  # fmt: skip
 AVERAGING = [name for name in RULES if rules.moment_fields(name)]
 WITH_KEYS = {"noisy_sgd", "contrib.dpsgd"}  # typed ones, which Flax does not serialize
+# By Optax itself, whose states hold other arrays there.
 UNMAPPED = {
     "sm3",
     "contrib.muon",
-}  # by Optax itself, whose states hold other arrays there
+}
 
 
 # Rule by rule, for the programs that the tests of one share.
@@ -326,9 +327,8 @@ def test_derivatives_through_steps_are_those_of_the_float32_rule(case):
             with pytest.raises(TypeError, match="codes of `Blockwise8bit"):
                 derivatives(case, case.wrapped, params)
         else:
-            expected = derivatives(
-                case._replace(wrapper="full"), case.plain, wide
-            )  # whose gradients have no scale
+            # Whose gradients have no scale.
+            expected = derivatives(case._replace(wrapper="full"), case.plain, wide)
             assert furthest(derivatives(case, case.wrapped, params), expected) < 0.01
 
 
@@ -359,9 +359,8 @@ def test_a_run_exported_for_eight_devices_that_takes_its_arguments_is_that_of_si
 
     exported = export.export(jax.jit(run))(leaves, grads)
     ran = structure.unflatten(jax.jit(exported.call, donate_argnums=0)(leaves, grads))
-    assert all(
-        x.is_deleted() for x in leaves[: len(jax.tree.leaves(params))]
-    )  # JAX hands on what a rule never changes
+    # JAX hands on what a rule never changes.
+    assert all(x.is_deleted() for x in leaves[: len(jax.tree.leaves(params))])
     assert furthest(weights_and_state(ran), alone) < (
         0.01 if case.wrapper == "8-bit" else 1e-5
     )
@@ -389,9 +388,8 @@ def test_a_state_is_pickled_serialized_and_mapped_as_the_rule_s_own(case):
             flax.serialization.from_bytes(state, flax.serialization.to_bytes(state)),
             state,
         )
-    if (
-        case.rule not in UNMAPPED and case.around != "lookahead"
-    ):  # whose state has parameters of another structure
+    # Whose state has parameters of another structure.
+    if case.rule not in UNMAPPED and case.around != "lookahead":
         names = jax.tree.map_with_path(lambda path, _: str(path), case.params())
         is_leaf = lambda x: isinstance(x, (StoredLeaf, optax.MaskedNode))
         named = lambda tx, state: optax.tree.map_params(

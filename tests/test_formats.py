@@ -78,12 +78,13 @@ def float32_patterns():
     grid = (high | (low & 0xFFFF)).ravel()
     first = np.arange(2**16, dtype=np.uint32)
     ends = np.concatenate(
+        # Subnormal, largest, NaN, NaN.
         [
             first,
             0x7F7F_0000 + first,
             0x7F80_0000 + first,
             0x7FFF_0000 + first,
-        ]  # subnormal, largest, NaN, NaN
+        ]
     )
     seeded = np.random.default_rng(0).integers(0, 2**32, 2**20, np.uint32)
     return np.concatenate([grid, ends, ends | np.uint32(0x8000_0000), seeded])
@@ -203,9 +204,8 @@ def test_stochastic_round_gives_only_the_two_neighbours_and_is_finite_for_finite
     np.testing.assert_array_equal(rounded[np.isinf(x)] & 0x7FFF, INFINITY[dtype])
     assert ((rounded[np.isnan(x)] & 0x7FFF) > INFINITY[dtype]).all()
 
-    naive = (
-        (patterns + 0xFFFF) >> 16
-    )  # negative control: noise added to the bits turns large numbers into infinity
+    # Negative control: noise added to the bits turns large numbers into infinity.
+    naive = (patterns + 0xFFFF) >> 16
     assert ((naive[finite] & 0x7FFF) == INFINITY[BF16]).any()
 
 

@@ -141,9 +141,10 @@ def test_gradients_of_an_autocast_function_behind_another_function_are_unrounded
     )
     if name == "jit":
         _, rounded = jax.jit(jax.value_and_grad(fun))(*two_products_arguments(BF16))
+        # Sums.
         assert all(
             (ours[1][name] != rounded[name].astype(F32)).any() for name in ("w", "b")
-        )  # sums
+        )
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ def applied(name):
     numbers that it takes.
     """
     function = getattr(lax, name.removesuffix("_p"), None)
-    if (
-        name == "polynomial" and function
-    ):  # of jax 0.12, which takes a sequence of coefficients
+    # Of jax 0.12, which takes a sequence of coefficients.
+    if name == "polynomial" and function:
         function = lambda x, a: lax.polynomial(x, [a, a])
     count = {"clamp": 3, "select_n": 3}.get(name, 1)
     for x in X.values():

@@ -85,15 +85,15 @@ def test_jmps_test_suite_fails_for_a_wrong_implementation(topic, name, broken):
 
 
 def test_every_public_name_of_jmp_is_one_of_mpx():
+    # Itself again.
     assert (
         importlib.import_module("jmp._src.policy").Policy
         is jmp.Policy
         is not mpx.Policy
-    )  # itself again
+    )
     for name in jmp.__all__:
-        is_class = (
-            isinstance(getattr(jmp, name), type) or name == "LossScale"
-        )  # a base class here, there a union
+        # A base class here, there a union.
+        is_class = isinstance(getattr(jmp, name), type) or name == "LossScale"
         assert isinstance(getattr(mpx, name), type) == is_class
 
 
@@ -106,8 +106,7 @@ def test_where_mpx_differs_on_purpose():
     ours, theirs = mpx.cast_to_half([w, w]), jmp.cast_to_half([w, w])
     assert ours[0] is ours[1]  # tied arrays stay tied
     assert theirs[0] is not theirs[1]
-    assert (
-        jmp.get_policy("p=f32,p=bf16").param_dtype == jnp.bfloat16
-    )  # in jmp the last one of two keys wins
+    # In jmp the last one of two keys wins.
+    assert jmp.get_policy("p=f32,p=bf16").param_dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="gives 'p' twice"):
         mpx.get_policy("p=f32,p=bf16")

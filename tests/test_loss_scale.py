@@ -325,9 +325,8 @@ def test_select_tree_keeps_the_bits_of_the_chosen_tree(wrap):
     # payload of a NaN.
     nan = jnp.asarray(np.array([0x7F81, 0xFFFF], np.uint16).view(jnp.bfloat16))
     assert jnp.isnan(select(GOOD, nan, jnp.zeros(2, jnp.bfloat16))).all()
-    assert not np.signbit(
-        jnp.float32(-0.0) * 1.0 + jnp.float32(1) * 0.0
-    )  # negative control: arithmetic loses the sign
+    # Negative control: arithmetic loses the sign.
+    assert not np.signbit(jnp.float32(-0.0) * 1.0 + jnp.float32(1) * 0.0)
 
 
 def test_counters_saturate():

@@ -21,9 +21,8 @@ WITHOUT_EXAMPLE = {"cast_to_full", "cast_to_half"}
 
 
 def test_the_index_is_seen_at_a_glance():
-    assert (
-        len(PUBLIC) <= 54
-    )  # `checkpoint` came: what is kept between the passes, in few bits
+    # `checkpoint` came: what is kept between the passes, in few bits.
+    assert len(PUBLIC) <= 54
     assert {"formats", "monitor", "states"} <= set(dir(mpx))
 
 

@@ -259,9 +259,8 @@ def test_an_override_is_searched_in_the_path_and_sets_storage_and_compute_but_no
         tree = cast(params())
         assert tree["blocks"][1]["norm"]["scale"].dtype == norm
         assert tree["blocks"][1]["dense"]["kernel"].dtype == dtype
-        assert (
-            tree["step"].dtype == np.int32
-        )  # leaves that are not floating are never touched
+        # Leaves that are not floating are never touched.
+        assert tree["step"].dtype == np.int32
 
 
 def test_the_first_override_that_matches_wins():
@@ -348,12 +347,11 @@ def test_an_override_that_matches_nothing_warns_with_the_paths_that_come_near():
         "router": BF16,
     }
     tx = mpx.mixed_precision(optax.sgd(0.1), policy)
-    tx.init(
-        cast
-    )  # a group of `optax.partition` need not have all leaves: no warning, which would be an error here
+    # A group of `optax.partition` need not have all leaves: no warning, which would be
+    # an error here.
+    tx.init(cast)
     policy.cast_to_compute(tree)
-    policy.cast_to_param(
-        {"step": jnp.zeros((), jnp.int32)}
-    )  # nothing to cast, nothing to say
+    # Nothing to cast, nothing to say.
+    policy.cast_to_param({"step": jnp.zeros((), jnp.int32)})
     with pytest.warns(UserWarning, match="Cast all parts of a model in one tree"):
         policy.cast_to_param({"body": tree["body"]})

@@ -92,12 +92,13 @@ STRINGS = {
     ),
 }
 FIELDS = dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), "float32")
+# None, which NumPy reads as float64.
 NO_DTYPES = [
     "int8",
     jnp.complex64,
     jnp.float8_e4m3fn,
     None,
-]  # None, which NumPy reads as float64
+]
 FLOATING = (
     " must be a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32,"
     " float64), but got "
@@ -119,9 +120,8 @@ NOT_POWERS = {
     "loss_scale=3.0": static(3.0),
     "loss_scale=0": static(0),
     "loss_scale=nan": static(math.nan),
-    "loss_scale=1.7": static(
-        2.0**127
-    ),  # a device that flushes its subnormal reciprocal unscales to zero
+    # A device that flushes its subnormal reciprocal unscales to zero.
+    "loss_scale=1.7": static(2.0**127),
     "loss_scale=5.8": static(2.0**-127),
     "factor=3": dynamic(factor=3),
     "max_loss_scale=65504.0": dynamic(max_loss_scale=jnp.float32(65504.0)),
@@ -212,10 +212,11 @@ VALUES = [
         given(mpx.grad, jnp.sum, grad_dtype="int32"),
         "`grad_dtype` must be a floating-point dtype, 'as_computed' or None,",
     ),
+    # Its old name.
     (
         given(mpx.grad, jnp.sum, grad_dtype="lossless"),
         "'as_computed' or None, but got 'lossless'.",
-    ),  # its old name
+    ),
     (
         made(lambda: recipe(IN_BF16).init, W),
         "all of those given are float32 or wider. Cast them first: `par",

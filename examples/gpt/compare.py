@@ -52,7 +52,10 @@ SMOOTHED_STEPS = 20
 # recipes as they are written.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 ALL_NAMES = [recipe.name for recipe in RECIPES]
-DEFAULT_NAMES = "f32,bf16-autocast,bf16-naive,bf16-masters,bf16-split,bf16-split-8bit,fp8,bf16-kahan,f16-scaled"
+DEFAULT_NAMES = (
+    "f32,bf16-autocast,bf16-naive,bf16-masters,bf16-split,bf16-split-8bit,fp8,"
+    "bf16-kahan,f16-scaled"
+)
 
 
 # --- The text. ---

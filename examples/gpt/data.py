@@ -125,9 +125,8 @@ def get_tokenizer(name: str) -> Tokenizer:
     pairs = tiktoken.get_encoding("gpt2")
 
     def encode(text):
-        return np.asarray(
-            pairs.encode_ordinary(text), np.uint16
-        )  # `<|endoftext|>` is text in a text
+        # `<|endoftext|>` is text in a text.
+        return np.asarray(pairs.encode_ordinary(text), np.uint16)
 
     def decode(tokens):
         return pairs.decode(np.asarray(tokens).tolist(), errors="replace")

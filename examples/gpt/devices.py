@@ -30,6 +30,7 @@ REPEATED = PartitionSpec()
 # The last axis of a weight is divided along `model` at most: 8-bit states have blocks
 # along it.
 FIRST, SECOND = PartitionSpec("fsdp", "model"), PartitionSpec(("model", "fsdp"), None)
+# All others are small.
 SPECS = {
     "query_key_value/kernel": FIRST,
     "query_key_value/bias": PartitionSpec("model"),
@@ -39,7 +40,7 @@ SPECS = {
     "contract/kernel": SECOND,
     "token_embedding": SECOND,
     "position_embedding": PartitionSpec("fsdp", None),
-}  # all others are small
+}
 
 
 def is_divided() -> bool:

@@ -84,17 +84,20 @@ def main(
         f"step {step}: validation loss {loss:.4f} nats a token, of"
         f" {tokens[..., 1:].size:,} tokens"
     )
-    started = (
-        tokenizer.encode(prompt) if prompt else np.array([tokenizer.separator])
-    )  # which begins a document
+    # Which begins a document.
+    started = tokenizer.encode(prompt) if prompt else np.array([tokenizer.separator])
     continued = sample.generate(
-        program.logits, params, started, count=sample_tokens, context=config.context, key=jax.random.key(0),
+        program.logits,
+        params,
+        started,
+        count=sample_tokens,
+        context=config.context,
+        key=jax.random.key(0),
         temperature=temperature,
-    )  # fmt: skip
+    )
     text = prompt + tokenizer.decode(continued)
-    text = "".join(
-        x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text
-    )  # a terminal obeys the others
+    # A terminal obeys the others.
+    text = "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)
     typer.echo(f"A sample:\n{text}")
 
 

@@ -34,9 +34,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     float32 and nats.
     """
     logits = logits.astype(jnp.float32)
-    is_target = jax.nn.one_hot(
-        targets, logits.shape[-1], dtype=bool
-    )  # a comparison with an iota
+    # A comparison with an iota.
+    is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
     return _log_sum_exp(logits) - jnp.where(is_target, logits, 0).sum(-1)
 
 

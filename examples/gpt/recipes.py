@@ -25,9 +25,8 @@ class Recipe:
     """A way to train in mixed precision."""
 
     name: str
-    policy: (
-        mpx.Policy
-    )  # with the name of mpx's recipe in it, which `mpx.mixed_precision` reads
+    # With the name of mpx's recipe in it, which `mpx.mixed_precision` reads.
+    policy: mpx.Policy
     # "autocast" runs the model under `mpx.autocast`; "cast" casts its parameters to the
     # compute dtype, which all other operations follow; "plain" does so with
     # `jax.value_and_grad` and Optax alone, without mpx.

@@ -28,17 +28,19 @@ REFERENCE = "f32"
 # are 10 pixels high.
 WIDTH, TEXT = 5.6, 10.5  # inches, points
 LINE, MARGIN = 0.24, 1.35  # inches: of a row, and of titles and axis
+# A card that is legible on a white page and on a dark one.
 CARD, INK, GREY = (
     "#FBFBF9",
     "#222222",
     "#6B6B6B",
-)  # a card that is legible on a white page and on a dark one
+)
 NEAR, FAR = "#0072B2", "#D55E00"
+# Of Optax alone that end where float32 does.
 BASELINES = (
     REFERENCE,
     "tf32",
     "bf16-autocast",
-)  # of Optax alone that end where float32 does
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +49,8 @@ class Run:
 
     recipe: str
     seed: int
-    bytes_per_parameter: Mapping[
-        str, float
-    ]  # of parameters, gradients and optimizer state
+    # Of parameters, gradients and optimizer state.
+    bytes_per_parameter: Mapping[str, float]
     training_loss: float  # mean over the last steps
     validation_steps: Sequence[int]
     validation_losses: Sequence[float]  # after these steps, of the parameters as stored
@@ -165,9 +166,8 @@ def draw_precision(comparison: Comparison) -> Figure:
         for recipe, runs in comparison.by_recipe.items()
     }
     finite = [recipe for recipe, gap in gaps.items() if math.isfinite(gap)]
-    rows = sorted(
-        finite, key=lambda recipe: -round(sizes[recipe], 2)
-    )  # but for counts, many sizes are equal
+    # But for counts, many sizes are equal.
+    rows = sorted(finite, key=lambda recipe: -round(sizes[recipe], 2))
     top = max([4 * deviation, 1e-4, *(abs(gaps[recipe]) for recipe in rows)])
     far = max(3 * deviation, top / 5)
     colors = [
@@ -281,9 +281,8 @@ def draw_curves(comparison: Comparison) -> Figure:
     )
     for recipe, (first, *_) in comparison.by_recipe.items():
         if recipe != REFERENCE:
-            losses.plot(
-                steps, first.validation_losses, label=recipe
-            )  # with a gap where they are infinite or NaN
+            # With a gap where they are infinite or NaN.
+            losses.plot(steps, first.validation_losses, label=recipe)
             gaps.plot(steps, comparison.gaps(first))  # in the same color
     losses.set_title("Validation loss of the parameters as stored (nats per byte)")
     losses.set(xlabel="step", ylabel="loss")

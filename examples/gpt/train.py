@@ -334,9 +334,8 @@ def train(run: Run, manager: Any) -> int:
                 "mesh": dict(run.mesh.shape),
             }
             checkpoints.save(manager, params, opt_state, step, described)
-        if (
-            is_reported or step == run.done + 1
-        ):  # the first step compiles, and is not timed
+        # The first step compiles, and is not timed.
+        if is_reported or step == run.done + 1:
             jax.block_until_ready(metrics)
             clock = step, time.perf_counter()
         if is_last:
@@ -383,9 +382,8 @@ def report(
         "loss": loss,  # of this step's tokens, before its update; in nats a token
         # Before the update. A skipped step does not advance the schedule.
         "learning_rate": float(run.hyperparameters.schedule()(step - 1 - skipped)),
-        "gradient_norm": float(
-            metrics.gradient_norm
-        ),  # before clipping; NaN in a skipped step
+        # Before clipping; NaN in a skipped step.
+        "gradient_norm": float(metrics.gradient_norm),
         "loss_scale": float(mpx.get_loss_scale(opt_state).loss_scale),  # after the step
         "skipped_steps": skipped,  # so far
         # Since the last report, whose step and time are on the clock.

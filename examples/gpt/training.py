@@ -146,9 +146,8 @@ class Program:
 
         places = (devices.REPEATED, jax.tree.map_with_path(devices.spec_of, params))
         loss, grads = devices.in_auto(mean, out=places)(params, opt_state, microbatches)
-        if (
-            self.recipe.compute == "plain"
-        ):  # plain Optax expects gradients in the dtype of the parameters
+        # Plain Optax expects gradients in the dtype of the parameters.
+        if self.recipe.compute == "plain":
             grads = optax.tree.cast_like(grads, params)
         norm = optax.tree.norm(
             mpx.get_loss_scale(opt_state).unscale(mpx.cast(grads, "f32"))
@@ -196,9 +195,8 @@ class Program:
         losses = functools.partial(
             losses, vocabulary=self.config.vocabulary, chunks=chunks
         )
-        if (
-            self.recipe.policy.fp8 is not None
-        ):  # the head stays in 16 bits: a chunked loss differentiates it inside
+        # The head stays in 16 bits: a chunked loss differentiates it inside.
+        if self.recipe.policy.fp8 is not None:
             losses = mpx.autocast(losses, self.recipe.compute_dtype)
         return lambda model, tokens: losses(
             model.features(tokens[:, :-1]), model.head(), tokens[:, 1:]

@@ -136,16 +136,14 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
         _, (batch, _) = _dot_numbers(eqn)
 
         def is_narrow(tag):
-            return tag.is_narrow_weight or (
-                tag.is_widened and len(batch) > 0
-            )  # a head's part of a cache
+            # A head's part of a cache.
+            return tag.is_narrow_weight or (tag.is_widened and len(batch) > 0)
 
         is_vector = (is_row and (is_column or not is_narrow(rhs))) or (
             is_column and not is_narrow(lhs)
         )
-    if (
-        isinstance(size, int) and size < _FEWEST
-    ):  # a symbolic size (`jax.export`) counts as large
+    # A symbolic size (`jax.export`) counts as large.
+    if isinstance(size, int) and size < _FEWEST:
         return (
             f"only {size} numbers are summed"
             if size > 1
@@ -238,16 +236,15 @@ def transferred(
 
     mesh, now = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
     if not mesh.empty and not now.empty and mesh != now:
-        return transfer(
-            x
-        )  # into `jax.sharding.auto_axes`: outside its axes are explicit, and nothing can cast here
+        # Into `jax.sharding.auto_axes`: outside its axes are explicit, and nothing can
+        # cast here.
+        return transfer(x)
 
     def in_16_bits(x):
         narrow = lax.convert_element_type(x, dtype)
         sharding = eqn.params.get("sharding")
-        if isinstance(
-            sharding, NamedSharding
-        ):  # of a constraint, which XLA would move in front of the cast
+        # Of a constraint, which XLA would move in front of the cast.
+        if isinstance(sharding, NamedSharding):
             free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
             narrow = lax.with_sharding_constraint(
                 narrow, NamedSharding(sharding.mesh, free)

@@ -30,9 +30,8 @@ from mpx._autocast.tags import Tag, common, shared
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
 from mpx._primitives import PRIMITIVES, facts_of
 
-MakePlan = Callable[
-    ..., Plan
-]  # from a program, the tags of its inputs, and the variables of its results around it
+# From a program, the tags of its inputs, and the variables of its results around it.
+MakePlan = Callable[..., Plan]
 Plans = tuple[Plan, ...]
 Tags = tuple[Tag, ...]
 
@@ -113,9 +112,8 @@ def _run_checkpoint(
         step.eqn.params | {"jaxpr": program},
         step.eqn.params["prevent_cse"],
     )
-    if isinstance(
-        prevented, tuple
-    ):  # one for each operand, which may be two arrays now
+    # One for each operand, which may be two arrays now.
+    if isinstance(prevented, tuple):
         of_parts = [
             is_prevented
             for is_prevented, x in zip(prevented, parts, strict=True)
@@ -133,9 +131,8 @@ def _into_checkpoint(plan: Plan, settings: Settings) -> list[Crossing]:
 
 
 def _plan_shard_map(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    return _plan_call(
-        eqn, tuple(tag._replace(gradient_in=None) for tag in tags), plan
-    )  # devices add them up
+    # Devices add them up.
+    return _plan_call(eqn, tuple(tag._replace(gradient_in=None) for tag in tags), plan)
 
 
 def _demands_of_shard_map(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
@@ -407,9 +404,8 @@ def _loop_plan(
     consts, carry, xs = (
         [tag._replace(gradient_in=None) for tag in tags] for tags in (consts, carry, xs)
     )
-    consts = [
-        tag._replace(is_product=False) for tag in consts
-    ]  # their cotangents are added up before they are rounded
+    # Their cotangents are added up before they are rounded.
+    consts = [tag._replace(is_product=False) for tag in consts]
     # A carry is what it was before the loop, and also what an iteration leaves. If
     # these differ, the body is planned again with what holds for both. That is less
     # each time, so this ends.

@@ -44,9 +44,8 @@ class View:
 class Differentiation:
     """The gradient that is being computed."""
 
-    require_scale: Callable[
-        [], None
-    ]  # raises if float16 needs a loss scale and has none
+    # Raises if float16 needs a loss scale and has none.
+    require_scale: Callable[[], None]
     views: dict[int, View]  # by ids of the narrow arrays, of outer gradients too
     # What got cotangents, found in the backward pass: autocast functions, at arguments
     # without a view, and parameters in 16 bits, with the dtype.

@@ -123,9 +123,8 @@ class Explanation(_tables.Result):
                 )
             )
         if not any(row.reason for row in self.contractions):
-            lines = [
-                (*line[:4], *line[5:]) for line in lines
-            ]  # the title says that all are narrowed
+            # The title says that all are narrowed.
+            lines = [(*line[:4], *line[5:]) for line in lines]
         yield _tables.Table(f"Contractions: {share}", lines, right=(-1, -2))
 
 
@@ -271,7 +270,8 @@ def _users_line(eqn: JaxprEqn) -> str | None:
         if not {"site-packages", "dist-packages"} & set(
             path.parts
         ) and not path.is_relative_to(_OWN_FOLDER):
-            return f"{_short_path(path)}:{frame.line_num} ({frame.function_name.rsplit('.<locals>.')[-1]})"
+            name = frame.function_name.rsplit(".<locals>.")[-1]
+            return f"{_short_path(path)}:{frame.line_num} ({name})"
     return None
 
 

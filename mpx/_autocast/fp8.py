@@ -98,9 +98,8 @@ def run_in_8_bits(
         a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any = RESULTS
     ) -> jax.Array:
         multiply = functools.partial(_product, contracted=contracted, dtype=dtype)
-        if (
-            on_mesh is not None
-        ):  # sums over devices have no type yet: XLA places what is inside
+        # Sums over devices have no type yet: XLA places what is inside.
+        if on_mesh is not None:
             multiply = in_auto(
                 multiply,
                 on_mesh.mesh,
@@ -228,9 +227,8 @@ def _places(axes: Sequence[int]) -> list[int]:
 def _encoded(operand: Operand, dtype: np.dtype) -> Codes:
     """Round an operand to 8 bits."""
     largest = _largest(operand.measured, range(operand.measured.ndim))
-    axes = tuple(
-        sorted(jax.typeof(largest).manual_axis_type.varying)
-    )  # of the mesh, inside a shard map
+    # Of the mesh, inside a shard map.
+    axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))
     largest = lax.pmax(largest, axes) if axes else largest
     exponent = scale_exponents(lax.bitcast_convert_type(largest, np.int32), dtype)
     scaled = lax.convert_element_type(operand.numbers, np.float32) * power_of_two(

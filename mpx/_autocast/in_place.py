@@ -26,9 +26,8 @@ class Copy:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    arrays: Mapping[
-        Any, Any
-    ]  # of the modules, before a function changes them; by paths
+    # Of the modules, before a function changes them; by paths.
+    arrays: Mapping[Any, Any]
 
     def changes(self, are_wanted: Any = True) -> Any:
         """Return the state of what modules have now and did not have before, and the
@@ -66,9 +65,8 @@ def copy_with(
     """Return a copy of arguments with these leaves. A variable that occurs twice takes
     the first of its leaves.
     """
-    copied = jax.tree.unflatten(
-        jax.tree.structure((args, kwargs)), leaves
-    )  # a shared variable is two variables in it
+    # A shared variable is two variables in it.
+    copied = jax.tree.unflatten(jax.tree.structure((args, kwargs)), leaves)
     modules = _modules_of((args, kwargs))
     if modules:
         nnx, new = _nnx(), dict(_state_of(copied))

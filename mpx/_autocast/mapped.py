@@ -20,9 +20,8 @@ from jax.interpreters import ad, batching, mlir
 from mpx._autocast import contraction
 from mpx._autocast import wide_gradients as wide
 
-Narrow = Callable[
-    [JaxprEqn, list[Any]], jax.Array
-]  # runs a contraction in the compute dtype
+# Runs a contraction in the compute dtype.
+Narrow = Callable[[JaxprEqn, list[Any]], jax.Array]
 
 
 def product(eqn: JaxprEqn, operands: list[Any], narrow: Narrow) -> jax.Array:

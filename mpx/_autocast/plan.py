@@ -77,9 +77,8 @@ class Step(NamedTuple):
     action: Literal[
         "narrow", "enter", "keep", "round_cotangent", "transfer", "recompute", "map"
     ]
-    precision: (
-        ContractionPrecision | None
-    )  # if it is narrowed, transferred, recomputed or mapped
+    # If it is narrowed, transferred, recomputed or mapped.
+    precision: ContractionPrecision | None
     in_tags: tuple[Tag, ...]
     out_tags: tuple[Tag, ...]
     plans: tuple["Plan", ...] = ()  # of the programs inside, if they may be entered

@@ -48,11 +48,12 @@ class Planner:
             not isinstance(v, jex_core.DropVar)
             for v in results or open_jaxpr(jaxpr).outvars
         )
+        # The program that is planned holds the jaxpr, so that no other gets this id.
         key = (
             id(jaxpr),
             in_tags,
             is_read,
-        )  # the program that is planned holds the jaxpr, so that no other gets this id
+        )
         if key not in self._plans:
             self._plans[key] = self._make_plan(
                 with_results_read(jaxpr, is_read), in_tags, {}
@@ -80,9 +81,8 @@ class Planner:
 
         def decide(eqn: JaxprEqn, tags: list[Tag]) -> tuple[Tag, ...]:
             transfer_in = transfers.get(id(eqn))
-            if (
-                eqn.primitive.name in HANDLERS
-            ):  # the program inside need not compute what nobody reads
+            # The program inside need not compute what nobody reads.
+            if eqn.primitive.name in HANDLERS:
                 eqn = eqn.replace(
                     outvars=[
                         v if uses[v] else jex_core.DropVar(v.aval) for v in eqn.outvars

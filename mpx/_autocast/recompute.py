@@ -173,9 +173,8 @@ def _activation(
     plan = _ACTIVATIONS.setdefault(
         (user.precision, settings.has_wide_gradients, _without_names(plan)), plan
     )
-    place = eqns[-1].source_info.replace(
-        name_stack=source_info_util.new_name_stack()
-    )  # those inside have theirs
+    # Those inside have theirs.
+    place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())
     eqn = eqns[-1].replace(invars=[*part.invars], outvars=[result], source_info=place)
     return Step(eqn, "recompute", user.precision, in_tags, plan.out_tags, (plan,))
 

@@ -37,9 +37,8 @@ def kept(
     if x.dtype != np.float32 or not precision.is_narrow:
         return x
     most = _MOST_OF_PARTS * dividing_devices()
-    is_small = (
-        not isinstance(x.size, int) or x.size <= most
-    )  # a symbolic size (`jax.export`) may be
+    # A symbolic size (`jax.export`) may be.
+    is_small = not isinstance(x.size, int) or x.size <= most
     return _kept.bind(x, dtype=precision.dtype, on_gpu=on_gpu and is_small)
 
 
@@ -63,9 +62,8 @@ ad.primitive_jvps[_kept] = lambda primals, tangents, **how: (
     _kept.bind(*primals, **how),
     tangents[0],
 )
-ad.primitive_transposes[_kept] = lambda cotangent, _, **how: [
-    cotangent
-]  # of a function that is linear
+# Of a function that is linear.
+ad.primitive_transposes[_kept] = lambda cotangent, _, **how: [cotangent]
 batching.defvectorized(_kept)
 jet.jet_rules[_kept] = lambda primals, series, **how: (
     _kept.bind(*primals, **how),

@@ -4,7 +4,7 @@
 | rule | what happens |
 |---|---|
 | `narrow` | float32 operands are rounded to the compute dtype, and so is the result |
-| `follow` | runs as traced; its results are values of its operands, so that rounding them again is exact |
+| `follow` | runs as traced; results are values of operands: rounded again they stay |
 | `enter` | an operation that holds a program: the table is applied to that program |
 | `keep` | runs as traced, in float32: also what the table does not name |
 """

@@ -70,9 +70,8 @@ def followed(
     if any(jex_core.jaxprs_in_params(eqn.params)):  # a scatter that applies a function
         return (UNKNOWN,) * len(eqn.outvars)
     pairs = list(zip(eqn.invars, tags, strict=True))
-    if (
-        len(eqn.invars) == len(eqn.outvars) > 1
-    ):  # several arrays at once: each result has its operand
+    # Several arrays at once: each result has its operand.
+    if len(eqn.invars) == len(eqn.outvars) > 1:
         return tuple(
             tag_of_elements(eqn, [pair], v, constants_in)
             for pair, v in zip(pairs, eqn.outvars, strict=True)

@@ -39,12 +39,13 @@ from mpx._primitives import facts_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Short names of jax's policies.
 _CHECKPOINTS = (
     "dots",
     "dots_with_no_batch_dims",
     "everything",
     "nothing",
-)  # short names of jax's policies
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,9 +232,8 @@ class Traced:
     plan: Plan
     arrays: list[Any]  # the arguments that are arrays
     treedef: Any  # of the result, and of what the function changes in Flax NNX modules
-    static: list[
-        Any
-    ]  # the leaves of these that are not arrays, and None in the place of arrays
+    # The leaves of these that are not arrays, and None in the place of arrays.
+    static: list[Any]
 
     def rebuild(self, arrays: list[Any]) -> tuple[Any, Any]:
         """Return the function's result and its changes, from their arrays."""
@@ -505,9 +505,8 @@ def full_precision(fun: F) -> F:
         }
         halves = {dtype for dtype in dtypes if dtype.itemsize == 2}
         with jax.named_scope(DECIDED), jax.default_matmul_precision("highest"):
-            if (
-                not halves
-            ):  # pass the original arguments, since the function may change them
+            # Pass the original arguments, since the function may change them.
+            if not halves:
                 return fun(*args, **kwargs)
 
             def narrow(leaf):

@@ -141,9 +141,8 @@ class FusedUpdate:
             lambda given: _as_it_stands(self.tx, given, extra_args), given
         )
         mesh = next(filter(None, map(explicit_sharding, jax.tree.leaves(given)))).mesh
-        everywhere = NamedSharding(
-            mesh, PartitionSpec()
-        )  # constants, such as settings of a loss scale, have none
+        # Constants, such as settings of a loss scale, have none.
+        everywhere = NamedSharding(mesh, PartitionSpec())
         shardings = jax.tree.map(lambda x: x.sharding or everywhere, plain)
         return in_auto(
             lambda given, arrays: self._step(given, put(arrays)), mesh, shardings
@@ -280,9 +279,8 @@ def _in_place(
         inputs[len(inputs) - of_params :]
         + inputs[len(inputs) - of_params - of_state : len(inputs) - of_params]
     )
-    pairs = zip(
-        old, map(partition.unplaced, program.outvars), strict=False
-    )  # a state may change its structure
+    # A state may change its structure.
+    pairs = zip(old, map(partition.unplaced, program.outvars), strict=False)
 
     def type_of(v):
         return (v.aval.shape, v.aval.dtype)

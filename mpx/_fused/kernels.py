@@ -41,9 +41,10 @@ def in_a_kernel(
     """Run a part as a Pallas kernel, some rows a program; `in_place` maps an array to
     the output written over it.
     """
+    # Here, because importing it takes longer than the rest of mpx.
     from jax.experimental import (
         pallas as pl,
-    )  # here, because importing it takes longer than the rest of mpx
+    )
     from jax.experimental.pallas import triton
 
     rows = arrays[0].shape[0]  # on this device

@@ -31,9 +31,9 @@ Var = Any
 # elements that one program of a kernel works on: 77 registers for AdamW with 8-bit
 # moments, none spilled
 TILE = 1024
-SMALL = (
-    2**16
-)  # elements: XLA's own kernel for a smaller leaf takes less time than the start of any kernel
+# Elements: XLA's own kernel for a smaller leaf takes less time than the start of any
+# kernel.
+SMALL = 2**16
 _LARGEST_BLOCK = 4096  # that a program of a kernel can hold
 _NARROWEST = 128  # elements of a row: shorter ones take a GPU several reads
 _DTYPES = {
@@ -96,18 +96,15 @@ class Partition:
         self._placed: dict[
             Var, Any
         ] = {}  # what was placed on devices, and what it was before
-        self._uniform: set[Var] = (
-            set()
-        )  # arrays of no leaf: their elements are equal, or places in short rows
-        self._inside: set[Var] = (
-            set()
-        )  # arrays that are computed from others of their leaf
+        # Arrays of no leaf: their elements are equal, or places in short rows.
+        self._uniform: set[Var] = set()
+        # Arrays that are computed from others of their leaf.
+        self._inside: set[Var] = set()
         self._parent: dict[
             Var, Var
         ] = {}  # arrays of one leaf lead to one array: see `_leaf_of`
-        self._mixed: dict[Var, set[str]] = defaultdict(
-            set
-        )  # arrays, and what moves their elements: see `_why_not`
+        # Arrays, and what moves their elements: see `_why_not`.
+        self._mixed: dict[Var, set[str]] = defaultdict(set)
         sent = [v for eqn in program.eqns for v in self._add(eqn)]
         # What other devices get must exist as an array too, so it is an output of its
         # leaf like a result of the step.
@@ -176,9 +173,8 @@ class Partition:
         # time
         if not results:
             return []
-        is_fill = (
-            is_placed and operands and self._uniform.issuperset(operands)
-        )  # jax 0.12 places `full_like`
+        # Jax 0.12 places `full_like`.
+        is_fill = is_placed and operands and self._uniform.issuperset(operands)
         if is_fill or places_in_rows(eqn) or _keeps_places(eqn):
             # An array of equal elements belongs to no leaf: each kernel makes its own,
             # and leaves that share such a constant stay apart.
@@ -216,9 +212,8 @@ class Partition:
         found: dict[int, JaxprEqn] = {}
         arrays: dict[Var, None] = {}
         scalars: dict[Var, None] = {}
-        outputs = sorted(
-            outputs, key=lambda v: self._producer[v][0]
-        )  # the same order for all leaves
+        # The same order for all leaves.
+        outputs = sorted(outputs, key=lambda v: self._producer[v][0])
         # From the outputs back to what XLA hands in. Not forwards: what only a norm
         # needs stays out of the kernel.
         waiting = list(reversed(outputs))
@@ -412,9 +407,8 @@ def _are_first(
     """Return whether the smaller array has the larger one's axes at these places, and
     they come before all others.
     """
-    kept = {
-        place: size for place, size in zip(places, small, strict=True) if size > 1
-    }  # axes of 1 are repeated
+    # Axes of 1 are repeated.
+    kept = {place: size for place, size in zip(places, small, strict=True) if size > 1}
     others = [i for i, size in enumerate(large) if size > 1 and i not in kept]
     return all(large[i] == size for i, size in kept.items()) and (
         not kept or not others or max(kept) < min(others)

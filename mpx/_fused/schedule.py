@@ -131,9 +131,8 @@ def _run_part(
     if key not in compiled:
         compiled[key] = jax.jit(functools.partial(in_a_kernel, part, pairs, interpret))
     compute = functools.partial(_on_rows, part, compiled[key])
-    with with_source_of(
-        part.equations[0]
-    ):  # and in its context: `zero1` makes axes of a mesh automatic
+    # And in its context: `zero1` makes axes of a mesh automatic.
+    with with_source_of(part.equations[0]):
         operands = [values[v] for v in part.arrays] + [
             values[v].reshape(()) for v in part.scalars
         ]

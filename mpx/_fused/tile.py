@@ -65,9 +65,8 @@ def _run(eqn: JaxprEqn, operands: list[Any], part: Part) -> Any:
         facts_of(eqn),
         columns(eqn.outvars[0], part),
     )
-    if facts.moves == "same" or (
-        facts.blocks and not np.ndim(operands[0])
-    ):  # elements of a scalar are equal
+    # Elements of a scalar are equal.
+    if facts.moves == "same" or (facts.blocks and not np.ndim(operands[0])):
         return operands[0]
     if facts.blocks == "view":
         return _repeated(operands[0], width)
@@ -99,9 +98,8 @@ def _repeated(x: jax.Array, width: int) -> jax.Array:
 
 def _rounded(x: jax.Array, method: lax.RoundingMethod) -> jax.Array:
     """Round to integers, as `lax.round` does: Triton has only `floor`."""
-    size = lax.abs(
-        x
-    )  # its fraction is exact: `-0.49999997 - floor(-0.49999997)` would round to a half
+    # Its fraction is exact: `-0.49999997 - floor(-0.49999997)` would round to a half.
+    size = lax.abs(x)
     below = lax.floor(size)
     rest = size - below
     up = (rest > 0.5) | (
@@ -110,6 +108,5 @@ def _rounded(x: jax.Array, method: lax.RoundingMethod) -> jax.Array:
     if method == lax.RoundingMethod.AWAY_FROM_ZERO:
         up = rest >= 0.5
     rounded = below + up.astype(x.dtype)
-    return jnp.where(
-        rounded == 0, x * 0, jnp.where(x < 0, -rounded, rounded)
-    )  # with the sign of `x`
+    # With the sign of `x`.
+    return jnp.where(rounded == 0, x * 0, jnp.where(x < 0, -rounded, rounded))

@@ -66,8 +66,9 @@ def check_chain(
         >>> check_chain(optax.chain(kahan_summation(), optax.scale(-1e-3)))
         Traceback (most recent call last):
         ...
-        ValueError: `check_chain`: the update of 'bias' was final when `kahan_summation` had rounded it, but `mul` \
-    changes it after that (2 of 2 such leaves). Put what changes updates inside of `kahan_summation`, or in front of it.
+        ValueError: `check_chain`: the update of 'bias' was final when \
+    `kahan_summation` had rounded it, but `mul` changes it after that (2 of 2 such \
+    leaves). Put what changes updates inside of `kahan_summation`, or in front of it.
     """
     tx = _errors.as_transformation(tx, "check_chain")
     is_given = params is not None
@@ -77,9 +78,8 @@ def check_chain(
             "kernel": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),
         }
     trained = params.fast if isinstance(params, optax.LookaheadParams) else params
-    arrays, with_arrays = _trees.partition_leaves(
-        extra_args, _trees.is_array
-    )  # a rule may take functions too
+    # A rule may take functions too.
+    arrays, with_arrays = _trees.partition_leaves(extra_args, _trees.is_array)
 
     def update(grads, state, params, arrays):
         return tx.update(grads, state, params, **with_arrays(arrays))
@@ -515,7 +515,6 @@ def _require_wide_state_before_masters(leaves: list[StateLeaf]) -> None:
     """Raise if a rule keeps 16-bit state outside of masters, which give their own rule
     float32.
     """
-
     narrow = {
         leaf.path: _trees.dtype_and_shape(leaf.leaf)
         for leaf in leaves

@@ -87,11 +87,11 @@ def convert_state(
         ... )
         >>> new_params, new_state = convert_state(params, tx.init(params), tx, new_tx)
         >>> (
-        ...     new_params["w"],
+        ...     new_params["w"].dtype,
         ...     new_state.master["w"].dtype,
         ...     master_params(new_params, new_state)["w"],
         ... )
-        (Array([1, 1], dtype=bfloat16), dtype('uint16'), Array([1.001, 1.001], dtype=float32))
+        (dtype(bfloat16), dtype('uint16'), Array([1.001, 1.001], dtype=float32))
     """
     tx, new_tx = (
         _errors.as_transformation(given, "convert_state") for given in (tx, new_tx)

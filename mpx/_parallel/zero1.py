@@ -94,9 +94,8 @@ def zero1(
         _require_whole_arrays()
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
         _require_placed_as_said(params, specs)
-        with as_in_auto(
-            params
-        ):  # as `start` is traced, or blocks would have other sizes
+        # As `start` is traced, or blocks would have other sizes.
+        with as_in_auto(params):
             whole = jax.eval_shape(inner.init, _trees.shapes_of(params))
         divided = zero1_shardings(params, whole, mesh, axis, param_specs=specs)
         sharded = shardings_along(params, specs, mesh, axis)
@@ -108,14 +107,12 @@ def zero1(
         )
         if not any(isinstance(p, Tracer) for p in jax.tree.leaves(params)):
             params = jax.device_put(params, shardings_of(specs, mesh))
-        return jax.jit(start, keep_unused=True)(
-            params
-        )  # unused ones too tell on which devices it runs
+        # Unused ones too tell on which devices it runs.
+        return jax.jit(start, keep_unused=True)(params)
 
     def update_fn(updates, state, params=None, **extra_args):
-        _errors.require_step(
-            "zero1", object, state, params, updates
-        )  # the state is any rule's
+        # The state is any rule's.
+        _errors.require_step("zero1", object, state, params, updates)
         _require_whole_arrays()
         params = _errors.trained(params, updates)
         specs = parameter_specs(params, param_specs, mesh, axis, "zero1")
@@ -124,9 +121,8 @@ def zero1(
         of_params = shardings_of(specs, mesh)
 
         def update(updates, state, params, extra_args):
-            params = place(
-                params, of_params
-            )  # else XLA may shard what goes in, and gather it in the next step
+            # Else XLA may shard what goes in, and gather it in the next step.
+            params = place(params, of_params)
             shards, grads = place(params, sharded), place(updates, sharded)
             updates, state = inner.update(
                 grads, place(state, divided), shards, **extra_args
@@ -198,9 +194,8 @@ def zero1_shardings(
         )
     specs = parameter_specs(params, param_specs, mesh, axis, "zero1_shardings")
     own = {path: (np.shape(p), spec) for path, p, spec in _with_specs(params, specs)}
-    boxes = jax.tree.leaves_with_path(
-        params, is_leaf=_trees.is_box
-    )  # a stored leaf stands in place of a box
+    # A stored leaf stands in place of a box.
+    boxes = jax.tree.leaves_with_path(params, is_leaf=_trees.is_box)
     own |= {
         path: own[path + jax.tree.leaves_with_path(box)[0][0]]
         for path, box in boxes
@@ -215,9 +210,8 @@ def zero1_shardings(
             own.get(path[start:], (None, None)) for start in range(len(path) + 1)
         )
         spec = next((spec for p_shape, spec in candidates if p_shape == shape), None)
-        if (
-            spec is None and not is_stored(leaf) and not _trees.is_floating(leaf)
-        ):  # a key, a count
+        # A key, a count.
+        if spec is None and not is_stored(leaf) and not _trees.is_floating(leaf):
             return NamedSharding(mesh, PartitionSpec())
         spec = PartitionSpec() if spec is None else spec
         found = NamedSharding(mesh, sharded_spec(shape, spec, mesh, axis))

@@ -96,16 +96,14 @@ def _with_blocks_of(leaf: Any, format: StateFormat, box: Any = None) -> StateFor
         return kept if is_alike and kept.block_size < format.block_size else format
     sharding = explicit_sharding(leaf)
     if sharding is None and is_last_axis_named(box, leaf.ndim):
-        return format.for_shards(
-            leaf.shape[-1]
-        )  # no mesh is known: XLA divides rows, if blocks do not cross them
+        # No mesh is known: XLA divides rows, if blocks do not cross them.
+        return format.for_shards(leaf.shape[-1])
     if sharding is None or sharding.is_fully_replicated:
         return format
     # Else a block may reach over two devices, which gathers the leaf at each step.
     rows, *columns = sharding.shard_shape(leaf.shape)
-    is_one_run = columns == [
-        *leaf.shape[1:]
-    ]  # of memory, whose blocks may reach over the ends of rows
+    # Of memory, whose blocks may reach over the ends of rows.
+    is_one_run = columns == [*leaf.shape[1:]]
     return format.for_shards(rows * math.prod(columns) if is_one_run else columns[-1])
 
 

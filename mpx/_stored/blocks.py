@@ -24,9 +24,9 @@ _SMALLEST_UNIT = (
     8  # of a block that reaches over devices: of smaller ones too much would be sent
 )
 _SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
-_CACHED = (
-    2**25
-)  # bytes that a second-level cache holds: 40 MiB of an A100, 50 of an H100 and H200, 126 of a B200
+# Bytes that a second-level cache holds: 40 MiB of an A100, 50 of an H100 and H200, 126
+# of a B200.
+_CACHED = 2**25
 
 
 class BlockFormat(StateFormat):
@@ -80,9 +80,8 @@ def unpacked(codes: jax.Array, bits: int = 4) -> jax.Array:
     """Return the codes (int32, with a sign) that `packed` was given."""
     pairs = jnp.broadcast_to(codes.astype(np.int32)[..., None], (*codes.shape, 2))
     sign = 32 - bits
-    left = sign - bits * _place_in(
-        pairs
-    )  # shift out what stands to the left of a code, then repeat its sign
+    # Shift out what stands to the left of a code, then repeat its sign.
+    left = sign - bits * _place_in(pairs)
     return ((pairs << left) >> sign).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
@@ -127,12 +126,10 @@ def spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Ar
     if unit := _unit(shape, block_size):
         of_units = (*shape[:-1], shape[-1] // unit)
         return repeat(spread(scales, of_units, block_size // unit), unit).reshape(shape)
-    is_large = (
-        isinstance(scales.nbytes, int) and scales.nbytes > _CACHED
-    )  # under `jax.export` a size may be a symbol
-    if (
-        is_large and not are_several_in_sight()
-    ):  # to cut an array that is sharded would send it
+    # Under `jax.export` a size may be a symbol.
+    is_large = isinstance(scales.nbytes, int) and scales.nbytes > _CACHED
+    # To cut an array that is sharded would send it.
+    if is_large and not are_several_in_sight():
         scales = in_cached_parts.bind(scales)
     if tiles := _in_tiles(shape, block_size):
         return repeat(
@@ -173,18 +170,18 @@ def _unit(shape: tuple[int, ...], block_size: int) -> int:
     number of each unit is. TPUs would copy any array for that: 24 bytes a number.
     """
     devices = dividing_devices()
+    # No symbol.
     is_divided = (
         devices > 1
         and shape
         and isinstance(shape[-1], int)
         and shape[-1] % devices == 0
-    )  # no symbol
+    )
     if not is_divided or jax.default_backend() == "tpu":
         return 0
     unit = math.gcd(shape[-1] // devices, block_size)
-    return (
-        unit if _SMALLEST_UNIT <= unit < block_size and unit % _LANES else 0
-    )  # those of 128 lie in tiles
+    # Those of 128 lie in tiles.
+    return unit if _SMALLEST_UNIT <= unit < block_size and unit % _LANES else 0
 
 
 def _in_tiles(shape: tuple[int, ...], block_size: int) -> tuple[int, ...] | None:

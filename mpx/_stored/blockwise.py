@@ -214,9 +214,8 @@ def _encoded(
     place = jnp.sqrt(jnp.abs(x)) * spread(
         _inverse_roots(scales, top), x.shape, block_size
     )
-    place = jnp.where(
-        place <= top, place, top
-    )  # an infinity, or a NaN, whose code does not count
+    # An infinity, or a NaN, whose code does not count.
+    place = jnp.where(place <= top, place, top)
     code = jnp.round(place) if key is None else _one_of_two(place, uniform_for(key, x))
     if signed:
         code = jnp.where(x < 0, -code, code)
@@ -275,9 +274,8 @@ def _inverse_roots(scales: jax.Array, top: np.float32) -> jax.Array:
     inverse = jnp.where(
         ordinary, 1 / jnp.where(ordinary, scales * shrink, np.float32(1)), np.float32(0)
     )
-    return top * (
-        grow * jnp.sqrt(inverse)
-    )  # XLA computes `1 / sqrt` in another way, with other bits
+    # XLA computes `1 / sqrt` in another way, with other bits.
+    return top * (grow * jnp.sqrt(inverse))
 
 
 def _one_of_two(place: jax.Array, noise: jax.Array) -> jax.Array:
@@ -287,7 +285,6 @@ def _one_of_two(place: jax.Array, noise: jax.Array) -> jax.Array:
     place = jnp.round(place * _PLACES) * (1 / _PLACES)
     below = jnp.floor(place)
     rest = place - below
-    odds = (
-        rest * (2 * below + rest) / (2 * below + 1)
-    )  # between the squares of the two codes
+    # Between the squares of the two codes.
+    odds = rest * (2 * below + rest) / (2 * below + 1)
     return below + (noise < odds).astype(np.float32)

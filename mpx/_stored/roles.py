@@ -92,9 +92,8 @@ def register_state(
                 f" given for {tuple(roles)}."
             )
         ROLES[kind] = roles
-        if kind.__module__.startswith(
-            "mpx."
-        ):  # others may register their own types, once
+        # Others may register their own types, once.
+        if kind.__module__.startswith("mpx."):
             export.register_namedtuple_serialization(
                 kind, serialized_name=f"mpx.{kind.__name__}"
             )

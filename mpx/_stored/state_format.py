@@ -159,9 +159,8 @@ class StoredLeaf:
         return codes, scales[0] if scales else None
 
 
-@functools.lru_cache(
-    maxsize=4096
-)  # a state has many leaves of one shape, and is looked through at every update
+# A state has many leaves of one shape, and is looked through at every update.
+@functools.lru_cache(maxsize=4096)
 def _shape(format: StateFormat, codes: Any, scales: Any) -> tuple[int, ...]:
     return jax.eval_shape(StoredLeaf.decode, StoredLeaf(codes, scales, format)).shape
 
@@ -222,9 +221,8 @@ def _boxed(part: jax.Array, box: Any, array: jax.Array) -> Any:
         )
     if fitting:
         return boxed.replace(**fitting)
-    return (
-        boxed if hasattr(boxed, "get_metadata") else part
-    )  # a user's own box without names fits its array only
+    # A user's own box without names fits its array only.
+    return boxed if hasattr(boxed, "get_metadata") else part
 
 
 def _names_of_axes(box: Any) -> dict[str, Any]:

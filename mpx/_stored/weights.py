@@ -26,9 +26,8 @@ from mpx._stored.roles import Role
 from mpx._straight_through import straight_through
 from mpx._writeback import applied_value, landing_update, round_saturating
 
-Pair = tuple[
-    jax.Array, jax.Array
-]  # a parameter or its update, and what is kept of the weight
+# A parameter or its update, and what is kept of the weight.
+Pair = tuple[jax.Array, jax.Array]
 
 _F32 = np.dtype(np.float32)
 _LARGEST_OF_24_BITS = np.uint32(0x7F7F_FF00)
@@ -54,9 +53,8 @@ class KeptWeight(abc.ABC):
     def __init_subclass__(cls, keeps: Sequence[DTypeLike] = ()) -> None:
         for dtype in (np.dtype(given) for given in keeps):
             other = _KEEPERS.get(dtype, cls)
-            if (
-                other.__qualname__ != cls.__qualname__
-            ):  # a cell of a notebook may run again
+            # A cell of a notebook may run again.
+            if other.__qualname__ != cls.__qualname__:
                 raise TypeError(
                     f"`{cls.__name__}`: `{other.__name__}` keeps {dtype} already; take"
                     " another dtype."
@@ -188,9 +186,8 @@ class Compensation(KeptWeight):
         # The same number as `new`; the compensation of bfloat16 must follow from the
         # stored parameter, see `applied_value`.
         landed = applied_value(p, update) if p.dtype == jnp.bfloat16 else new
-        moved = jnp.where(
-            landed == wide, np.float32(0), landed - wide
-        )  # an infinite parameter stays: inf - inf is NaN
+        # An infinite parameter stays: inf - inf is NaN.
+        moved = jnp.where(landed == wide, np.float32(0), landed - wide)
         # The update carries the whole derivative: with that of the rest the sum of both
         # would have it twice.
         rest = round_saturating(lax.stop_gradient(y - moved), self.dtype)

@@ -130,9 +130,8 @@ def low_precision_state(
                 " already. Give all formats to one of the two."
             )
         assignment = assign(state, patterns, min_size)
-        if any(
-            _trees.is_inexact(p) and np.shape(p) for p in jax.tree.leaves(params)
-        ):  # else there is no state at all
+        # Else there is no state at all.
+        if any(_trees.is_inexact(p) and np.shape(p) for p in jax.tree.leaves(params)):
             require_every_pattern_used(state, patterns, assignment)
         require_sound_formats(state, patterns, assignment)
         _warn_of_losses_in_4_bits(state, assignment)
@@ -161,9 +160,8 @@ def low_precision_state(
             assignment = assign(inner_state, patterns, min_size)
         this_step, next_key = key_of_step(state.key, key)
         stored = _store(wide, assignment, this_step, rounding)
-        if (
-            has_boxes
-        ):  # names stay as `init` gave them, which may have seen axes that are explicit
+        # Names stay as `init` gave them, which may have seen axes that are explicit.
+        if has_boxes:
             stored = jax.tree.unflatten(
                 jax.tree.structure(inner_state), jax.tree.leaves(stored)
             )

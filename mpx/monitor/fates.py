@@ -26,12 +26,13 @@ from mpx._shardings import explicit_sharding, in_auto
 # number.
 EXPONENTS = range(-149, 128)
 
+# Of numbers that are rounded to a format.
 FATES = (
     "zero",
     "subnormal",
     "normal",
     "infinite",
-)  # of numbers that are rounded to a format
+)
 _FORMATS = (
     np.float16,
     ml_dtypes.bfloat16,
@@ -114,9 +115,8 @@ def edges_of(dtype: np.dtype, scale: float = 1.0) -> np.ndarray:
 def magnitudes_of(x: ArrayLike) -> jax.Array:
     """Return the bits of |x| in float32 as uint32, which are ordered as |x| is."""
     x = jnp.asarray(x)
-    if (
-        x.dtype == ml_dtypes.bfloat16
-    ):  # shifted, since a conversion may flush its subnormals
+    # Shifted, since a conversion may flush its subnormals.
+    if x.dtype == ml_dtypes.bfloat16:
         bits = x.view(np.uint16).astype(np.uint32) << 16
     else:
         bits = x.astype(np.float32).view(np.uint32)

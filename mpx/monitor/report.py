@@ -59,9 +59,8 @@ class UnderflowReport(Result):
     histogram: ExponentHistogram  # of all gradients, int64 counts
     largest: float  # the largest nonzero finite magnitude; 0 if there are none
     recommended_scale: float  # the loss scale, a power of two; 1 if none is needed
-    shares: tuple[
-        ScaledShares, ...
-    ]  # losses without a scale, with the present one and with the recommended one
+    # Losses without a scale, with the present one and with the recommended one.
+    shares: tuple[ScaledShares, ...]
     leaves: tuple[LeafUnderflow, ...]  # losses of each parameter, the worst first
 
     def shares_at(self, scale: float) -> ScaledShares:
@@ -71,10 +70,11 @@ class UnderflowReport(Result):
     @property
     def verdict(self) -> str:
         """Say what to do, in a sentence or two."""
+        # Those that are not finite come first.
         count, worst = (
             self.histogram.nonfinite,
             self.leaves[0].path,
-        )  # those that are not finite come first
+        )
         return self._advice() + (
             f" Infinite or NaN, and left out: {count:,}, in {worst!r} first."
             if count
@@ -197,7 +197,7 @@ def underflow_report(
         ...     "head": jnp.array([2.0**-8, 2.0**-10]),
         ... }
         >>> report = underflow_report(grads, "f16")
-        >>> report.recommended_scale == 2.0**19  # 2**-8 becomes 2**11, with room up to 2**15
+        >>> report.recommended_scale == 2.0**19  # 2**-8 is 2**11 then, below 2**15
         True
         >>> [(shares.scale, shares.zero) for shares in report.shares]
         [(1.0, 0.25), (524288.0, 0.0)]
@@ -205,9 +205,9 @@ def underflow_report(
         No loss scale is needed: bfloat16 has the exponents of float32.
     """
     dtype = fates.format_of(dtype, "underflow_report")
-    carried = float(
-        loss_scale.loss_scale if isinstance(loss_scale, LossScale) else loss_scale
-    )  # pyright: ignore
+    is_scale = isinstance(loss_scale, LossScale)
+    given: Any = loss_scale.loss_scale if is_scale else loss_scale
+    carried = float(given)
     if not is_power_of_two(carried):
         raise ValueError(
             "`underflow_report`: `loss_scale` must be a loss scale or a number, a"

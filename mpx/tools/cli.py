@@ -179,7 +179,7 @@ def rule(text: str) -> tuple[Any, str]:
     if ":" in text:
         found, name = attribute(text), text.rpartition(":")[2]
         return (found(), f"{name}()") if callable(found) else (found, name)
-    # A model of a given size has no matrices to tell from what Adam updates: all is one.
+    # A model of a given size has no matrices to tell from others: all is one.
     if text == "muon":
         numbers = (
             "jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers(-2, -1) if"
@@ -274,9 +274,8 @@ def plan(
         options |= {"mesh": mesh, "axis": None, "param_specs": specs}
     elif devices > 1:
         options |= {"mesh": mesh, "axis": "data"}
-    gradient_dtype = (
-        None if grad_dtype == "as_computed" else grad_dtype
-    )  # which is what a plan counts by itself
+    # Which is what a plan counts by itself.
+    gradient_dtype = None if grad_dtype == "as_computed" else grad_dtype
     return compare_plans(
         model, rule, recipe or None, gradient_dtype=gradient_dtype, **options
     )

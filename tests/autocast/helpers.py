@@ -119,9 +119,8 @@ def branch_in_scan(f):
     body = lambda c, w: lax.cond(
         c.sum() > -1e9, lambda c: (f(w, c), c), lambda c: (c, f(w, c)), c
     )
-    joined = lambda carry, ys: jnp.concatenate(
-        [carry, *ys]
-    )  # a result that nobody reads would be left out
+    # A result that nobody reads would be left out.
+    joined = lambda carry, ys: jnp.concatenate([carry, *ys])
     return lambda w, x: joined(*lax.scan(body, x, stacked(w)))
 
 

@@ -193,9 +193,8 @@ def test_a_weight_travels_in_16_bits_only_if_its_gradient_is_rounded_anyway():
     assert {travels_in(use) for use in ROUNDED.values()} == {BF16}
     for name, use in NOT_ROUNDED.items():
         assert travels_in(use) == F32, name
-    once = lambda w, x: (
-        x @ w
-    )  # in the one branch; a branch is entered in 16 bits if all branches round
+    # In the one branch; a branch is entered in 16 bits if all branches round.
+    once = lambda w, x: x @ w
     w, x = normal(0, 8, 8, dtype=BF16), normal(1, 6, 8)
     for other, dtype in (
         (lambda w, x: jnp.sin(x @ w.T), BF16),

@@ -161,9 +161,8 @@ def test_arguments_and_results_that_are_no_arrays_are_passed_on_as_they_are():
     )
     assert result[1] == given
     assert [type(value) for value in result[1][2:5]] == [int, float, bool]
-    chosen = mpx.autocast(
-        lambda x, training: x if training else 2 * x, BF16
-    )  # a flag of NumPy is one of Python
+    # A flag of NumPy is one of Python.
+    chosen = mpx.autocast(lambda x, training: x if training else 2 * x, BF16)
     assert_same_bits(
         [chosen(x, np.bool_(value)) for value in (True, False)], [x, 2 * x]
     )

@@ -111,11 +111,12 @@ def test_a_linear_function_under_autocast_can_be_transposed_as_solvers_do():
 
 # Functions of products, rows, and how many results are rounded again.
 READ_ON_A_GPU = {
+    # Of two: the next product rounds the first.
     "small": (
         lambda x, w: jnp.tanh(x @ w @ w),
         512,
         1,
-    ),  # of two: the next product rounds the first
+    ),
     "large": (lambda x, w: jnp.tanh(x @ w @ w), 2**19, 0),
     "moved on its way": (lambda x, w: jnp.tanh(w @ (x @ w).T), 512, 1),
     "cast by the program": (lambda x, w: (x @ w).astype(BF16), 512, 0),

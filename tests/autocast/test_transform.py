@@ -18,9 +18,8 @@ from mpx._autocast.transform import autocast_of
 from tests.autocast.helpers import BF16, F16, F32, all_in, contractions, exact_jit
 from tests.helpers import assert_same_bits
 
-X, W = (
-    jnp.full(shape, 1.0 + 2.0**-12, jnp.float32) for shape in ((3, 8), (8, 9))
-)  # in bfloat16 both are 1
+# In bfloat16 both are 1.
+X, W = (jnp.full(shape, 1.0 + 2.0**-12, jnp.float32) for shape in ((3, 8), (8, 9)))
 
 
 def product(x, w):
@@ -94,9 +93,8 @@ def test_a_function_around_an_autocast_function_is_not_one_itself():
     assert autocast_of(jax.jit(wrapped)) is None
 
 
-in_bf16 = mpx.autocast(
-    product, "bf16", checkpoint="dots"
-)  # of another name than the function has
+# Of another name than the function has.
+in_bf16 = mpx.autocast(product, "bf16", checkpoint="dots")
 
 
 def test_an_autocast_function_is_pickled_under_any_name():
@@ -260,9 +258,8 @@ def test_full_precision_changes_a_module_whatever_the_dtype_of_the_arguments():
     )
 
 
-SMALL = (
-    2.0**-20
-)  # what one example of the batch adds to a gradient; float16 has no number below 2**-24
+# What one example of the batch adds to a gradient; float16 has no number below 2**-24.
+SMALL = 2.0**-20
 
 
 def tiny_loss(params, x):

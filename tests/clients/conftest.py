@@ -7,22 +7,21 @@ import importlib.util
 import pytest
 
 if importlib.util.find_spec("maxtext"):
+    # For what they import and do not use.
     from tests.clients import (
         stand_ins as stand_ins,
-    )  # for what they import and do not use
+    )
 else:
-    collect_ignore = [
-        "test_language_models.py"
-    ]  # they have an environment of their own: see the README here
+    # They have an environment of their own: see the README here.
+    collect_ignore = ["test_language_models.py"]
 
 
 def pytest_configure(config):
     """Make errors of all warnings but these."""
     for kind in ("DeprecationWarning", "FutureWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::{kind}")
-    config.addinivalue_line(
-        "filterwarnings", "ignore:. is not of type float64"
-    )  # of GPJax
+    # Of GPJax.
+    config.addinivalue_line("filterwarnings", "ignore:. is not of type float64")
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,6 @@ from aura_optax import muon_aura
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import mpx
-
 RANDOM = np.random.default_rng(0)
 SHAPES = {"one": (32, 16), "other": (32, 16), "square": (16, 16), "bias": (24,)}
 PARAMS = {

@@ -140,10 +140,11 @@ def haiku_with_state(way):
     for _ in range(judge.STEPS):
         params, state, opt_state, value = step(params, state, opt_state)
         losses.append(value)
+    # Averages, counters.
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {
         np.dtype("f4"),
         np.dtype("i4"),
-    }  # averages, counters
+    }
     return judge.Run(start, params, opt_state, losses, (loss, params, state, X, Y))
 
 

@@ -193,9 +193,8 @@ def netket_vmc(way, dtype="float32"):
         nk.models.RBM(alpha=2, param_dtype=dtype),
     )
     apply = way.autocast(network.apply)
-    state = nk.vqs.FullSumState(
-        hilbert, apply_fun=apply, init_fun=network.init, seed=0
-    )  # all states, not a sample
+    # All states, not a sample.
+    state = nk.vqs.FullSumState(hilbert, apply_fun=apply, init_fun=network.init, seed=0)
     state.parameters = start = way.cast(state.parameters)
     hamiltonian, log = (
         nk.operator.IsingJax(hilbert, nk.graph.Chain(8), h=1.0),
@@ -306,9 +305,8 @@ def trainax_trainer(way):
         eqx.nn.Conv1d(16, 1, 3, padding="SAME", key=KEY),
     ]
     stepper = way.cast(eqx.nn.Sequential(layers))
-    data = jnp.stack(
-        [X[:, None], jnp.roll(X, 1, -1)[:, None]], axis=1
-    )  # samples, times, channels, points
+    # Samples, times, channels, points.
+    data = jnp.stack([X[:, None], jnp.roll(X, 1, -1)[:, None]], axis=1)
     loss = way.autocast(trainax.configuration.Supervised())
     trainer = trainax.GeneralTrainer(
         trainax.TrajectorySubStacker(data, sub_trajectory_len=2), loss, ref_stepper=None, residuum_fn=None,
@@ -403,9 +401,8 @@ REFUSALS = {
     flowjax_fit: OPTION,
     trainax_trainer: OPTION,
     gpjax_fit: "scan body function carry input and carry output must have equal types",
-    optimistix_minimise: (
-        "`body_fun` must have the same input and output structure"
-    ),  # JAX's: the loop ends first
+    # JAX's: the loop ends first.
+    optimistix_minimise: ("`body_fun` must have the same input and output structure"),
     brax_gradient_update: "`master_weights` needs the parameters",
     dynamax_sgd: "`master_weights` needs the parameters",
 }
@@ -415,9 +412,8 @@ named = lambda libraries: pytest.mark.parametrize(
 
 
 def test_the_table_says_of_each_trainer_what_the_tests_find():
-    rows = {
-        loop: row for loop, row in clients().items() if row[1] == "it"
-    }  # gradients by
+    # Gradients by.
+    rows = {loop: row for loop, row in clients().items() if row[1] == "it"}
     names = lambda libraries: {library.__name__ for library in libraries}
     assert rows.keys() == names(RATES)
     assert {loop for loop, row in rows.items() if row[2] == "it, p + u"} == names(
@@ -453,9 +449,8 @@ def test_masters_that_a_trainer_cannot_keep_are_refused_and_float32_parameters_t
 def test_a_trainer_that_differentiates_trains_in_float16_with_a_static_scale_inside_of_autocast(
     library,
 ):
-    scale = (
-        2.0**6 if library in (numpyro_svi, dynamax_sgd) else 2.0**12
-    )  # their losses are sums over examples
+    # Their losses are sums over examples.
+    scale = 2.0**6 if library in (numpyro_svi, dynamax_sgd) else 2.0**12
     judge.judge(
         library, "f16-scaled", RATES[library], scale_inside=mpx.StaticLossScale(scale)
     )
@@ -509,6 +504,5 @@ def test_float32_products_that_dynamax_asks_of_the_whole_process_are_asked_of_au
         jax.default_matmul_precision("float32"),
         pytest.warns(UserWarning, match="`jax_default_matmul_precision` is"),
     ):
-        jax.eval_shape(
-            mpx.autocast(squares, "bf16"), PARAMS, X, Y
-        )  # as after `import dynamax`
+        # As after `import dynamax`.
+        jax.eval_shape(mpx.autocast(squares, "bf16"), PARAMS, X, Y)

@@ -144,9 +144,8 @@ def logits_of(tensors, tokens, parts=(0, 1, 2)):
 
     x = w["wte.weight"][tokens] + w["wpe.weight"][: len(tokens)]
     read = np.split(linear("attn.c_attn", norm("h.0.ln_1", x)), 3, axis=-1)
-    query, key, value = (
-        np.stack(np.split(read[i], 2, axis=-1)) for i in parts
-    )  # two heads
+    # Two heads.
+    query, key, value = (np.stack(np.split(read[i], 2, axis=-1)) for i in parts)
     scores = query @ key.swapaxes(1, 2) / np.sqrt(WIDTH // 2)
     scores = np.where(np.tril(np.ones(scores.shape[1:])), scores, -np.inf)
     x = x + linear(

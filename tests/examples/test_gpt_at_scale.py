@@ -83,11 +83,12 @@ def test_the_plan_shows_the_bytes_that_are_counted_a_gpu(name):
     recipe, params = get_recipe(name), float32_params()
     specs = jax.tree.map_with_path(layer_spec, params)
     tx = make_optimizer(recipe, CONFIG, Hyperparameters(1, 1e-3))
+    # Devices add float32 gradients up.
     options = {
         "gradient_dtype": "float32",
         "mesh": mesh,
         "param_specs": specs,
-    }  # devices add float32 gradients up
+    }
     plan_of = functools.partial(mpx.memory_plan, params, tx, recipe.policy, **options)
     plan = plan_of(axis="data")
     parameters, gradients = plan.bytes_of("parameters"), plan.bytes_of("gradients")

@@ -93,11 +93,12 @@ def test_layout_and_checkpoints_change_neither_initial_weights_nor_gradients(
     [
         ("gpt2-124m", "unrolled", 124_439_808),
         ("gpt2-124m", "scanned", 124_439_808),
+        # 48 layers one by one take long to make.
         (
             "gpt2-1.5b",
             "scanned",
             1_557_611_200,
-        ),  # 48 layers one by one take long to make
+        ),
     ],
 )
 def test_presets_have_the_published_sizes(name, layers, count):

@@ -45,17 +45,17 @@ def small_and_quick():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "nano", NANO)
         patch.setattr(train, "Program", functools.cache(train.Program))
+        # Of a method that is gone JAX forgets the program.
         options, kept = (
             {"xla_backend_optimization_level": 0},
             [],
-        )  # of a method that is gone JAX forgets the program
+        )
         quick_jit = lambda fun, **more: (
             kept.append(fun) or jax.jit(fun, compiler_options=options, **more)
         )
         patch.setattr(train, "jax", SimpleNamespace(**vars(jax) | {"jit": quick_jit}))
-        patch.setattr(
-            train, "join", lambda *arguments: None
-        )  # devices are in use already, and this process is alone
+        # Devices are in use already, and this process is alone.
+        patch.setattr(train, "join", lambda *arguments: None)
         patch.setattr(train, "VALIDATION_BATCHES", 2)
         make = train.Run
         remembered = lambda settings, manager: (

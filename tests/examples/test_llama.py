@@ -61,9 +61,10 @@ def plain_loss(config, params, tokens):
 
 def test_loss_and_gradients_are_those_of_a_plain_llama():
     with jax.numpy_rank_promotion("allow"):
+        # Attention has a choice.
         params = jax.tree.map(
             lambda w: 5 * w, llama.init_params(SMALL, jax.random.key(0))
-        )  # attention has a choice
+        )
         of = lambda loss: jax.jit(
             jax.value_and_grad(lambda params: loss(SMALL, params, TOKENS))
         )(params)

@@ -86,11 +86,12 @@ def test_a_step_has_the_bits_of_the_transformation(name, storage, state):
     tx = rule.make()
     if state != "f32":
         tx = stored(tx, moment_fields(name), FORMATS[state])
+    # Which has no sums for a scalar.
     kinds = [
         "large",
         "ragged",
         *([] if name == "sm3" else ["scalar"]),
-    ]  # which has no sums for a scalar
+    ]
     shapes = {kind: SHAPES[kind] for kind in kinds}
     params, grads = (
         tree(0, dtype, shapes=shapes),
@@ -264,9 +265,8 @@ def test_kernels_have_no_array_of_bytes_that_int32_cannot_count(size, monkeypatc
         if 2**31 < v.aval.size <= 2**32
     ]
     assert all(x.dtype.itemsize > 1 for x in arrays)
-    assert any(
-        v.aval.size * v.aval.dtype.itemsize == size for v in kernel.outvars
-    )  # codes are among them
+    # Codes are among them.
+    assert any(v.aval.size * v.aval.dtype.itemsize == size for v in kernel.outvars)
 
 
 def test_a_kernel_reads_scales_whole_that_are_cut_for_xla(monkeypatch):

@@ -109,9 +109,8 @@ def test_each_device_runs_a_kernel_on_its_part_and_sends_nothing(mesh, name):
     assert sent(program) == []
     assert results_are_divided_alike(program)
     rows = 16 * 2048 // 256 // (1 if spec == P() else 8)
-    assert (
-        f"s8[{rows},256]" in program.as_text()
-    )  # what the kernel writes on each device
+    # What the kernel writes on each device.
+    assert f"s8[{rows},256]" in program.as_text()
 
 
 def test_with_zero1_kernels_run_between_the_placements(mesh):

@@ -118,6 +118,7 @@ def test_every_operation_that_a_part_may_hold_is_tried():
         for name, facts in PRIMITIVES.items()
         if facts.elementwise and facts.moves != "same"
     }
+    # Autocast's own.
     assert elementwise - COMPLEX - BY_OTHER_NAMES - {"value_with_derivative_of"} <= set(
         OPERATIONS
-    )  # autocast's own
+    )

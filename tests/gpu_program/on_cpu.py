@@ -47,9 +47,8 @@ def program_for(
         lambda x: x.update(sharding=SingleDeviceSharding(device)), shapes
     )
     jitted = jax.jit(step, keep_unused=True)
-    options = (
-        {"xla_gpu_autotune_level": 0} if device.platform != "tpu" else {}
-    )  # there is nothing to time it on
+    # There is nothing to time it on.
+    options = {"xla_gpu_autotune_level": 0} if device.platform != "tpu" else {}
     text = jitted.lower(*placed).compile(compiler_options=options).as_text()
     module = parsed(portable(text)).as_serialized_hlo_module_proto()
     portable_bytes = _jax.mlir.serialize_portable_artifact(
@@ -69,9 +68,8 @@ def portable(text: str) -> str:
         options.include_layout_in_shapes
     ) = False
     options.print_large_constants = options.print_operand_shape = True
-    body = (
-        parsed(text).to_string(options).partition("\n")[2]
-    )  # the first line is about devices
+    # The first line is about devices.
+    body = parsed(text).to_string(options).partition("\n")[2]
     if match := re.search(r"^.* custom-call.*$", body, re.MULTILINE):
         raise ValueError(f"This program calls what is not in it: {match[0].strip()}")
     body = re.sub(r" fusion\((.*)\), kind=\w+, calls=", r" call(\1), to_apply=", body)

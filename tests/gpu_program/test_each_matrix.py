@@ -117,9 +117,8 @@ def test_a_device_sends_its_matrices_there_and_back_and_nothing_else(
     assert not found.findings
     products = {"f16": "f16"}.get(options.get("products"), "tf32")
     assert found.flops == {products: work(STACKS, 4)}  # 32 matrices on 8 devices
-    assert (
-        found.donated_bytes > 0.99 * found.output_bytes
-    )  # so the state lies where it lay
+    # So the state lies where it lay.
+    assert found.donated_bytes > 0.99 * found.output_bytes
 
 
 def work(shapes, matrices):

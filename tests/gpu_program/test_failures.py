@@ -9,9 +9,8 @@ from tests.gpu_program.others import Model, loss_fn, program
 
 pytestmark = pytest.mark.optax_promotion
 
-VIT = Model(
-    layers=1, patch=768, words=1000, sequence=196
-)  # images of 224 x 224 in patches of 16 x 16
+# Images of 224 x 224 in patches of 16 x 16.
+VIT = Model(layers=1, patch=768, words=1000, sequence=196)
 
 
 def in_bfloat16(params, inputs, targets):

@@ -183,10 +183,11 @@ def test_stacked_weights_take_one_kernel_of_the_optimizer_for_all_layers_and_no_
     }
     assert of_optimizer(reports["unrolled"]) == of_optimizer(reports["stacked"]) + 4 - 2
     assert reports["stacked"].kernel_count < reports["unrolled"].kernel_count
+    # A layer's weights, taken out of their stack.
     stacks = (
         "bf16[1,768,",
         "bf16[1,3072,",
-    )  # a layer's weights, taken out of their stack
+    )
     assert not [
         kernel
         for kernel in reports["stacked"].kernels

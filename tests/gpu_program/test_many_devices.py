@@ -171,11 +171,12 @@ def bytes_a_parameter(report, count):
     """Return what comes out of all-gathers and what goes into sums. A collective's
     bytes are read and written ones.
     """
+    # 8 devices: one side is an eighth.
     shares = {
         "all-gather": 8 / 9,
         "reduce-scatter": 8 / 9,
         "all-reduce": 1 / 2,
-    }  # 8 devices: one side is an eighth
+    }
     sums = {"all-gather": 0.0, "sum": 0.0}
     for c in report.collectives:
         if c.bytes > 2**20:
@@ -198,9 +199,8 @@ def fsdp_step(mesh, tx, name):
         for name, shape in SHAPES.items()
     }
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        state = jax.eval_shape(
-            tx.init, params
-        )  # its types know how it is sharded, but no devices
+        # Its types know how it is sharded, but no devices.
+        state = jax.eval_shape(tx.init, params)
 
     def step(params, state, x):
         loss_value, grads = mpx.value_and_grad(loss, mpx.get_loss_scale(state))(

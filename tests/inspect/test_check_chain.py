@@ -130,10 +130,11 @@ def test_updates_that_become_zero_while_the_weight_trains_on_are_caught(keeper, 
         "kernel": jnp.ones((8, 8), jnp.bfloat16),
     }
     state = optax.with_extra_args_support(tx).init(params)
+    # And it is so: the parameter stays, and what is kept of it moves.
     for size in (
         1,
         2,
-    ):  # and it is so: the parameter stays, and what is kept of it moves
+    ):
         before, held = mpx.master_params(params, state), params["bias"]
         updates, state = tx.update(
             jax.tree.map(
@@ -477,9 +478,8 @@ def test_a_gradient_that_goes_past_the_loss_scale_is_caught(rule):
         optax.apply_if_finite(mpx.loss_scaling(rule), 3),
         with_line_search(mpx.loss_scaling(optax.scale_by_backtracking_linesearch(2))),
     ):
-        with jax.enable_x64(
-            False
-        ):  # else the branches of `apply_if_finite` have two dtypes
+        # Else the branches of `apply_if_finite` have two dtypes.
+        with jax.enable_x64(False):
             mpx.check_chain(sound, jax.tree.map(jnp.float32, params))
 
 

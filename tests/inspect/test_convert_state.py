@@ -417,9 +417,8 @@ def test_wrappers_of_optax_may_stand_around_them(nesting):
     assert_same_bits(mpx.master_params(new_params, new_state), params)
     assert_same_bits(moments(new_state), moments(state))
     assert new_params["kernel"].dtype == jnp.bfloat16
-    assert_same_bits(
-        new_params["bias"], params["bias"]
-    )  # an override leaves it in float32
+    # An override leaves it in float32.
+    assert_same_bits(new_params["bias"], params["bias"])
     back = mpx.convert_state(new_params, new_state, new_tx, old_tx, policy=F32)
     assert_same_bits(back, (params, state))
 

@@ -79,9 +79,8 @@ def test_the_first_bad_gradient_is_named_if_a_tree_like_the_gradients_is_given()
     assert message(state, params=jax.eval_shape(lambda: PARAMS)) == text
     both = after(FIXED, [False] * 10, bad_leaves=("embed", "head"))
     assert "was 'embed'.\n" in message(both, params=PARAMS)
-    assert "allow the scale to go below 128" in message(
-        both
-    )  # no scale has been tried but this one
+    # No scale has been tried but this one.
+    assert "allow the scale to go below 128" in message(both)
     # What has no gradient does not count.
     params = {
         "embed": jnp.ones(2),

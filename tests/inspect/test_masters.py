@@ -84,9 +84,8 @@ def test_master_params_finds_the_float32_weights_in_any_nesting(keeper, nesting)
     )
     np.testing.assert_allclose(masters["kernel"], start - 5e-3, rtol=1e-4)
     assert (masters["kernel"] != params["kernel"].astype(jnp.float32)).any()
-    assert_same_bits(
-        masters["bias"], params["bias"]
-    )  # float32 leaves are their own masters
+    # Float32 leaves are their own masters.
+    assert_same_bits(masters["bias"], params["bias"])
 
 
 def test_master_params_without_masters_are_the_parameters_in_float32_and_leave_others_alone():

@@ -168,9 +168,8 @@ def gradients(kind, style, how):
             P("data", "model"),
         ),
     }[style]
-    integers = (
-        np.random.default_rng(0).integers(-2, 3, (2, 64, 64)).astype(np.float32)
-    )  # exact in every order
+    # Exact in every order.
+    integers = np.random.default_rng(0).integers(-2, 3, (2, 64, 64)).astype(np.float32)
     w, x = (
         jax.device_put(x, NamedSharding(mesh, spec))
         for x, spec in zip(integers, (of_w, of_x), strict=True)

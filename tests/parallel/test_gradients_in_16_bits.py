@@ -117,9 +117,8 @@ def test_a_gradient_in_bfloat16_is_the_float32_gradient_rounded_once(args, name)
     """Two scans of one stack add up two float32 gradients before they are rounded."""
     loss = mpx.autocast((LOSSES | {"two scans": TWO_SCANS})[name], "bf16")
     exact = mpx.grad(loss)(*args)
-    assert (
-        jnp.mean(exact == exact.astype(jnp.bfloat16).astype(jnp.float32)) < 0.01
-    )  # so there is something to round
+    # So there is something to round.
+    assert jnp.mean(exact == exact.astype(jnp.bfloat16).astype(jnp.float32)) < 0.01
     assert_same_bits(
         mpx.grad(loss, grad_dtype="bf16")(*args), exact.astype(jnp.bfloat16)
     )

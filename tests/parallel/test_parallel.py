@@ -166,19 +166,19 @@ def test_an_abstract_state_gets_the_shardings_of_a_real_one():
     for leaf, sharding in zip(
         jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True
     ):
-        assert (
-            leaf.sharding == sharding
-        )  # one of the same meaning but another name would compile a step again
+        # One of the same meaning but another name would compile a step again.
+        assert leaf.sharding == sharding
     specs = {
         name: leaf.sharding.spec
         for name, leaf in state.master.items()
         if isinstance(leaf, jax.Array)
     }
+    # No axis of `whole` can be divided.
     assert specs == {
         "first": P("data"),
         "second": P(None, "data"),
         "whole": P(),
-    }  # no axis of `whole` can be divided
+    }
 
 
 def test_no_device_ever_holds_a_whole_state():
@@ -222,9 +222,8 @@ def test_tensor_parallel_parameters_keep_their_sharding():
         name: spec for name, spec in SPECS.items() if spec is not None
     }
     assert state.master["first"].sharding.spec == P(("model", "data"))
-    assert state.master["second"].sharding.spec == P(
-        None, ("model", "data")
-    )  # 5 rows cannot be divided by 4
+    # 5 rows cannot be divided by 4.
+    assert state.master["second"].sharding.spec == P(None, ("model", "data"))
     assert state.master["whole"].sharding.spec == P()
     assert_same_bits((now, state), trained(tx, 3, params(), unfused()))
 
@@ -348,11 +347,12 @@ def transfers(text):
         r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(",
         text,
     )
+    # No scalars.
     return sorted(
         (name, kind)
         for types, name in found
         for kind in re.findall(r"(\w+)\[\d", types)
-    )  # no scalars
+    )
 
 
 def program():

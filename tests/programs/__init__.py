@@ -24,9 +24,8 @@ class Program(NamedTuple):
     name: str
     field: str
     loss: Callable[[Any, dict[str, Any]], jax.Array]  # of parameters and a batch
-    make: Callable[
-        [int], tuple[Any, dict[str, Any]]
-    ]  # parameters and a batch, from a seed
+    # Parameters and a batch, from a seed.
+    make: Callable[[int], tuple[Any, dict[str, Any]]]
 
 
 PROGRAMS: dict[str, Program] = {}

@@ -53,9 +53,8 @@ def slow_test(every, first):
 
 
 FP8 = mpx.Fp8(min_extent=0)  # whatever is small runs in 8 bits too
-SCALE = mpx.StaticLossScale(
-    2.0**6
-)  # the gradients of some have numbers of 1,000, and float16 none above 65,504
+# The gradients of some have numbers of 1,000, and float16 none above 65,504.
+SCALE = mpx.StaticLossScale(2.0**6)
 
 
 @contextlib.contextmanager
@@ -293,14 +292,15 @@ def test_gradients_are_sums_in_float32(name, reduce_dtype):
 
 # ---- how wrong it is ------------------------------------------------------------------------------------------------
 
-SEEDS = range(
-    9
-)  # compilation takes long, not a run; in some of them a rounding moves a number over a kink
+# Compilation takes long, not a run; in some of them a rounding moves a number over a
+# kink.
+SEEDS = range(9)
+# One dtype after the other.
 NARROW = {
     "bf16": (BF16,),
     "f16": (F16,),
     "fp8": (np.dtype(jnp.float8_e4m3fn), BF16),
-}  # one dtype after the other
+}
 # What one rounding to the format loses at most, relative to a number: half of the
 # distance to the next. The error of each leaf may be as large, because that by hand may
 # happen to be zero. Gradients in 8 bits have two bits of mantissa.
@@ -397,9 +397,8 @@ VALUES = [
     for i, name in enumerate(PROGRAMS)
 ]
 # Biases of keys, whose gradients are 0 but for roundings: nobody can judge them.
-JUMPS = (
-    "binary_network",
-)  # of signs of products: the order of a compiler's sums decides which ones cross zero
+# Of signs of products: the order of a compiler's sums decides which ones cross zero.
+JUMPS = ("binary_network",)
 UNTOLD = {
     "attention_in_linen": {"['params']['key']['bias']"},
     "decoding_in_linen": {"['key']['bias']"},

@@ -417,9 +417,8 @@ SHAPES_AND_SIZES = [(shape, 128) for shape in SHAPES] + [
 def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape, block_size):
     """Some of these arrays are seen in the tiles of a TPU."""
     x = numbers(4, 2**15 // block_size, block_size, True)[: int(np.prod(shape))]
-    alone = encode_each(
-        np.pad(x, (0, 2**15 - x.size)).reshape(-1, block_size, 1)
-    )  # as many blocks for all shapes
+    # As many blocks for all shapes.
+    alone = encode_each(np.pad(x, (0, 2**15 - x.size)).reshape(-1, block_size, 1))
     coded = jit_encode(x.reshape(shape), block_size, True)
     assert_same_bits(
         coded.scale.reshape(-1), alone.scale.reshape(-1)[: -(-x.size // block_size)]
@@ -445,9 +444,8 @@ def test_scales_that_are_cut_to_fit_into_a_cache_give_the_same_bits(
         lambda x: (encoded := format.encode(x), format.decode(*encoded))
     )
     expected = there_and_back()(x)
-    monkeypatch.setattr(
-        blocks, "_CACHED", 28
-    )  # bytes: seven scales, which divide none of these numbers of blocks
+    # Bytes: seven scales, which divide none of these numbers of blocks.
+    monkeypatch.setattr(blocks, "_CACHED", 28)
     monkeypatch.setattr(blocks, "are_several_in_sight", lambda: False)
     assert "concatenate" in {
         eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(there_and_back())(x))

@@ -77,9 +77,8 @@ def test_at_random_a_number_becomes_one_of_its_two_neighbours_and_is_right_in_th
     assert (many <= (high + 1e-6) * scale).all()
     deviation = np.sqrt(np.maximum((v - low) * (high - v), 1e-4) / count) * scale
     assert np.abs((mean - x) / deviation).max() < 6
-    assert (
-        np.abs((np.asarray(round_trip(x)) - x) / deviation).max() > 20
-    )  # to nearest: negative control
+    # To nearest: negative control.
+    assert np.abs((np.asarray(round_trip(x)) - x) / deviation).max() > 20
 
 
 def test_coding_again_changes_nothing():

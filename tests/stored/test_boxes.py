@@ -269,32 +269,36 @@ def names_of(part):
         ((1, 2**14), ("a", "b"), ("a", "b"), ("a", "b")),  # 64 blocks in a row
         ((2, 8, 512), ("a", "b", "c"), ("a", "b", "c"), ("a", "b", None)),
         ((16, 512), ("a",), ("a",), ("a",)),  # a spec may leave out the last axes
+        # 106 blocks, which cross the ends of rows.
         (
             (27, 1000),
             (("a", "b"), None),
             (("a", "b"), None),
             (None,),
-        ),  # 106 blocks, which cross the ends of rows
+        ),
         ((128, 1000), ("a", "b"), ("a", "b"), (None,)),  # 500
         ((128, 1004), ("a", None), ("a", None), (None,)),  # 502
+        # 1,000, which eight devices divide.
         (
             (256, 1000),
             ("a", "b"),
             ("a", "b"),
             ("a",),
-        ),  # 1,000, which eight devices divide
+        ),
+        # Blocks of 64, three in a row.
         (
             (72, 2, 192),
             ("a", "b", "c"),
             ("a", "b", "c"),
             ("a", "b", None),
-        ),  # blocks of 64, three in a row
+        ),
+        # 108 that cross rows, none of which is divided.
         (
             (72, 2, 192),
             ("a", "b"),
             ("a", "b"),
             (None,),
-        ),  # 108 that cross rows, none of which is divided
+        ),
         ((8192,), ("a",), ("a",), ("a",)),
     ],
 )
@@ -325,9 +329,8 @@ def test_names_under_a_key_that_trainers_read_are_those_that_fit_too():
         out_sharding=("a", None),
         eager_sharding=False,
     )
-    w = w.replace(
-        sharding_names=("a", None)
-    )  # as MaxText does: `set_metadata` knows another name for it
+    # As MaxText does: `set_metadata` knows another name for it.
+    w = w.replace(sharding_names=("a", None))
     kept = (
         mpx.low_precision_state(optax.adam(1e-3), EIGHT_BITS)
         .init({"w": w})
@@ -526,9 +529,8 @@ def trained_by_nnx(recipe, names, kind=nnx.Optimizer, steps=2, cast_first=True):
     return nnx.as_pure(nnx.state(model, nnx.Param)), trainer.opt_state
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`autocast`. no matrix product"
-)  # of this small model in 8 bits
+# Of this small model in 8 bits.
+@pytest.mark.filterwarnings("ignore:`autocast`. no matrix product")
 @pytest.mark.parametrize(
     "kind", cases([nnx.Optimizer, nnx.ModelAndOptimizer], [nnx.ModelAndOptimizer])
 )
@@ -581,9 +583,8 @@ def test_an_optimizer_of_nnx_on_several_devices_begins_where_its_names_say_and_t
     mesh = mesh_of(8)
     with jax.set_mesh(mesh):
         _, state = trained_by_nnx(recipe, True, steps=0)
-        wanted = dict(
-            jax.tree.leaves_with_path(nnx.get_named_sharding(state, mesh))
-        )  # and some of empty boxes
+        # And some of empty boxes.
+        wanted = dict(jax.tree.leaves_with_path(nnx.get_named_sharding(state, mesh)))
         _, trained = trained_by_nnx(recipe, True)
     named = [
         (x, wanted[path])

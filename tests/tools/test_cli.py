@@ -318,10 +318,11 @@ def test_only_of_a_gpu_does_it_say_that_jax_takes_a_part(text_of):
     [
         ("train.py:init", "mpx program train.py:make --target h100"),
         ("7B --memory B200", "mpx program train.py:make --target b200"),
+        # Nothing compiles for an L40S.
         (
             "7B --memory l40s",
             "mpx program train.py:make --target h100",
-        ),  # nothing compiles for an L40S
+        ),
     ],
 )
 def test_a_plan_ends_with_the_command_that_compiles_a_program_of_ones_own(
@@ -336,26 +337,29 @@ def test_plan_and_program_take_the_same_function(plan_of, run):
     assert (plan["parameters"], plan["bytes_a_parameter"]) == (64, 8)
     assert run("program", "train.py:make")[0] == 0
     for command in ("plan", "program"):
-        assert "returns (step, arguments, donated)" in " ".join(
-            run("program", "-h")[1].split()
-        ) and "file.py:make" in " ".join(run(command, "-h")[1].split())
+        assert "file.py:make" in " ".join(run(command, "-h")[1].split())
+    assert "returns (step, arguments, donated)" in " ".join(
+        run("program", "-h")[1].split()
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
+        # The first whose weights and state fit.
         (
             "--memory 60GB",
             'optax.adamw(1e-3), "bf16-split-8bit"',
-        ),  # the first whose weights and state fit
+        ),
         ("--memory 80GB --rule lion", 'optax.lion(1e-3), "bf16-split-8bit"'),
         ("--recipe f32 --rule ademamix", 'optax.contrib.ademamix(1e-3), "f32"'),
         ("--recipe bf16-split --rule train.py:momentum", 'momentum, "bf16-split"'),
         ("--recipe bf16-split --rule train.py:adam", 'adam(), "bf16-split"'),
+        # A policy, which is no recipe.
         (
             "--recipe params=bf16",
             'optax.adamw(1e-3), "params=bf16"',
-        ),  # a policy, which is no recipe
+        ),
     ],
 )
 def test_the_printed_line_makes_the_optimizer_that_was_planned(
@@ -484,9 +488,8 @@ def error_of(run):
         (line,) = [line for line in errors.splitlines() if not line.startswith("noise")]
         assert line.startswith("Error: ")
         assert code == (1 if re.search(r"\w+Error: ", line) else 2)
-        assert (
-            "mpx_cli" not in line
-        )  # a line of the command line itself is not the user's
+        # A line of the command line itself is not the user's.
+        assert "mpx_cli" not in line
         return line
 
     return error_of

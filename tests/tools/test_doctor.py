@@ -77,9 +77,8 @@ def test_each_rounding_is_on_operands_that_are_exact_and_a_program_that_loses_it
         ), name
         if "product" in name:
             a, b = (operand.astype(np.float64) for operand in operands)
-            assert (
-                np.max(np.abs(a) @ np.abs(b)) * 64**2 < 2**24
-            )  # all partial sums are multiples of 2^-12, of 24 bits
+            # All partial sums are multiples of 2^-12, of 24 bits.
+            assert np.max(np.abs(a) @ np.abs(b)) * 64**2 < 2**24
 
 
 @pytest.mark.optax_promotion

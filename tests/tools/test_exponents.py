@@ -29,9 +29,8 @@ def floats_around_every_number(dtype):
         .astype(np.float32)
     )
     ordered = np.unique(np.abs(numbers[np.isfinite(numbers)]))
-    beyond = (
-        2 * ordered[-1].astype(np.float64) - ordered[-2]
-    )  # where the next number would be
+    # Where the next number would be.
+    beyond = 2 * ordered[-1].astype(np.float64) - ordered[-2]
     middles = (np.append(ordered, beyond).astype(np.float64)[1:] + ordered) / 2
     points = np.concatenate(
         [numbers, ordered, middles.astype(np.float32), np.float32([2.0**-149, 3e38])]

@@ -133,10 +133,11 @@ def test_a_float32_array_that_is_gathered_and_then_rounded_is_found_with_half_of
         " all-gather)"
     )
     assert finding.bytes == 3 * SIZE * 4 // 4 // 2
+    # Little beside them.
     assert (
         gathers(*gather, NARROW_USE, called=NARROWING, arguments=((2**15, 2**12),))
         == []
-    )  # little beside them
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,9 +199,8 @@ def test_a_sum_in_16_bits_is_a_gradient_if_a_weight_has_its_shape_in_any_order(
         assert finding.what.startswith(
             "Devices add up arrays of the shapes of weights in bf16"
         )
-    assert (
-        sums(line, arguments=(arguments,), results=()) == []
-    )  # the shape of the batch
+    # The shape of the batch.
+    assert sums(line, arguments=(arguments,), results=()) == []
 
 
 def parts(*lines, **options):
@@ -250,9 +250,8 @@ def test_float32_numbers_between_kernels_that_all_round_them_are_found_with_the_
     )
     assert finding.bytes == 3 * 2 * SIZE  # written once, read twice
     assert not between(write, NARROW_USE, "ROOT %v = (f32[512,512]) tuple(%g)")
-    assert not between(
-        '%c = () custom-call(%b), custom_call_target="log"'
-    )  # returns nothing
+    # Returns nothing.
+    assert not between('%c = () custom-call(%b), custom_call_target="log"')
 
 
 FORWARD = ', metadata={op_name="jit(step)/jvp()/dot_general"}'

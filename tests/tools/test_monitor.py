@@ -97,9 +97,8 @@ def test_lost_updates_of_another_format_are_those_of_weights_stored_in_it():
     updates = jnp.float32([0.1 * ulp, 0.1 * ulp, 0.6 * ulp])
     stored = lambda x: np.asarray(x, np.float32).astype(jnp.bfloat16)
     naive = stored(params + updates) == stored(params)
-    assert (
-        naive.sum() == 1
-    )  # the negative control: it takes the second for one that moves
+    # The negative control: it takes the second for one that moves.
+    assert naive.sum() == 1
     assert (
         float(measured(monitor.lost_updates("bf16"), updates, params))
         == np.float32(2) / 3
@@ -158,12 +157,10 @@ def test_measures_read_bits_from_behind_one_barrier_and_updates_pass_through():
     program = jax.make_jaxpr(lambda grads, params: tx.update(grads, state, params))(
         params, params
     ).jaxpr
-    assert (
-        program.outvars[: len(params)] == program.invars[: len(params)]
-    )  # the very gradients
-    assert not [
-        eqn for eqn in program.eqns if "callback" in eqn.primitive.name
-    ]  # and no host
+    # The very gradients.
+    assert program.outvars[: len(params)] == program.invars[: len(params)]
+    # And no host.
+    assert not [eqn for eqn in program.eqns if "callback" in eqn.primitive.name]
 
     def readers_of(values):
         inputs = lambda eqn: [v for v in eqn.invars if isinstance(v, jex_core.Var)]
@@ -185,9 +182,8 @@ def test_the_state_is_a_fixed_point_a_scan_carry_and_can_be_saved():
         lambda carry, _: (step(*carry)[:2], None), carry, length=3
     )[0]
     assert types_of(jax.eval_shape(scan, (params, state))[1]) == types_of(state)
-    theirs = optax.monitor(
-        {"norm": optax.tree.norm}
-    )  # the negative control, and the reason for `watch`
+    # The negative control, and the reason for `watch`.
+    theirs = optax.monitor({"norm": optax.tree.norm})
     assert types_of(theirs.update(params, theirs.init(params))[1]) != types_of(
         theirs.init(params)
     )

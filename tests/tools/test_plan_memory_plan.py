@@ -112,9 +112,8 @@ def test_a_device_has_the_bytes_of_its_part_of_the_real_arrays(name):
         x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)
     )
     assert plan.state_bytes == nbytes(state)
-    assert (
-        plan.state_bytes_a_device < plan.state_bytes
-    )  # what is counted is not the whole
+    # What is counted is not the whole.
+    assert plan.state_bytes_a_device < plan.state_bytes
     assert plan == memory_plan(trained_model, mpx.zero1(tx, mesh), policy, mesh=mesh)
 
 

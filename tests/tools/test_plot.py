@@ -103,18 +103,14 @@ def test_a_picture_is_transparent_and_all_its_text_can_be_read_on_both_pages_and
     boxes = {text: text.get_window_extent() for text in drawn_texts(figure)}
     assert len(boxes) > 5
     for text, box in boxes.items():
-        assert (
-            box.x0 >= 0
-            and box.y0 >= 0
-            and box.x1 <= figure.bbox.x1
-            and box.y1 <= figure.bbox.y1
-        ), text
+        assert min(box.x0, box.y0) >= 0, text
+        assert box.x1 <= figure.bbox.x1, text
+        assert box.y1 <= figure.bbox.y1, text
         assert min(contrast(text.get_color(), page) for page in (WHITE, DARK)) >= 4.1, (
             text
         )
-        assert text.get_fontsize() / 72 * 390 / figure.get_figwidth() > 9.5, (
-            text
-        )  # pixels, 390 of which are the width
+        # Pixels, 390 of which are the width.
+        assert text.get_fontsize() / 72 * 390 / figure.get_figwidth() > 9.5, text
     for (a, box_a), (b, box_b) in itertools.combinations(boxes.items(), 2):
         assert not box_a.overlaps(box_b), (a, b)
 

@@ -50,9 +50,8 @@ def test_a_loop_counts_each_kernel_as_often_as_it_runs_and_a_part_of_an_array_as
     ]
     assert slices == [2 * weights + 4, 2 * activations + 4]  # and the index
     (product,) = [kernel for kernel in in_loop if kernel.flops]
-    assert (
-        product.bytes == activations + weights + 4 * 4 * 256 * 128
-    )  # split in four, each part in float32
+    # Split in four, each part in float32.
+    assert product.bytes == activations + weights + 4 * 4 * 256 * 128
     assert product.flops == {"bf16": 2 * 256 * 128 * 128}
     assert not has_unknown_loop(program)
 
@@ -246,9 +245,8 @@ def test_shapes_with_shardings_give_what_one_device_holds_and_the_axes_of_the_me
     )
     report = step_report(lambda w: (w + 1, w.sum(axis=0)), w)
     assert report.argument_bytes == report.findings[0].bytes == 4 * 256 * 256 // 8
-    assert (
-        report.argument_bytes < report.output_bytes < 2 * report.argument_bytes
-    )  # the sum too, which all hold
+    # The sum too, which all hold.
+    assert report.argument_bytes < report.output_bytes < 2 * report.argument_bytes
     assert {(c.operation, c.axes) for c in report.collectives} == {
         ("all-reduce", "data")
     }

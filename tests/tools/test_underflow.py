@@ -62,9 +62,8 @@ def test_the_shares_at_every_scale_are_those_of_casts_on_the_host(dtype):
 )
 @example([2.0**-14, 2.0**-14, 0.0, np.inf])
 @example([0.0, 0.0, 0.0, 2.0**100])  # too large for float32 once it is scaled
-@example(
-    [2.0**-20, 2.0**-14, 0.0, 65520 * 2.0**-8]
-)  # where 16 times the largest, scaled by 16, is infinite
+# Where 16 times the largest, scaled by 16, is infinite.
+@example([2.0**-20, 2.0**-14, 0.0, 65520 * 2.0**-8])
 def test_the_recommended_scale_is_the_largest_power_of_two_that_leaves_the_headroom(
     numbers,
 ):
@@ -192,7 +191,8 @@ def test_the_verdict_says_what_to_do():
         report = underflow_report(jnp.float32(numbers), dtype)
         assert report.verdict.startswith(verdict)
     report = underflow_report(np.float32([2.0**-140, 1.0]), "bf16")
+    # What even bfloat16 loses.
     assert (report.recommended_scale, report.shares_at(1.0).zero) == (
         1,
         0.5,
-    )  # what even bfloat16 loses
+    )

@@ -192,9 +192,8 @@ def test_inside_shard_map_all_devices_agree_that_a_step_is_bad(axis_name, check_
         return updates[None], state.skipped_steps[None]
 
     updates, skipped = jax.jit(step)(poisoned_on_one_device(), jnp.ones(2))
-    if (
-        axis_name is None
-    ):  # negative control: the others step on, and replicas drift apart
+    # Negative control: the others step on, and replicas drift apart.
+    if axis_name is None:
         assert skipped.tolist() == [0] * 7 + [1]
     else:
         assert skipped.tolist() == [1] * 8

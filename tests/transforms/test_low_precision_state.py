@@ -173,10 +173,11 @@ def test_a_field_of_unknown_sign_has_to_be_told(state_of):
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
+        # The leaf of a parameter called mu, too.
         (
             "mu",
             ["0/mu/a", "0/mu/u/mu", "0/nu/u/mu"],
-        ),  # the leaf of a parameter called mu, too
+        ),
         ("0/mu", ["0/mu/a", "0/mu/u/mu"]),
         ("mu/a", ["0/mu/a"]),
         ("m.", ["0/mu/a", "0/mu/u/mu", "0/nu/u/mu"]),

@@ -129,9 +129,8 @@ def test_at_random_no_update_is_lost_in_the_mean():
             mpx.master_params(params, state) - start.astype(jnp.float32), np.float64
         )
     assert not moved[True].any()
-    deviation = moved[False].std() / np.sqrt(
-        128
-    )  # there are 128 numbers; equal ones are rounded alike
+    # There are 128 numbers; equal ones are rounded alike.
+    deviation = moved[False].std() / np.sqrt(128)
     assert abs(moved[False].mean() - 200 * step) < 5 * deviation
     assert moved[False].std() > 2.0**-16
 
@@ -244,9 +243,8 @@ def test_float32_parameters_can_have_float64_masters_and_are_those_rounded_to_ne
             state.master, 1 - grads.sum(0), rtol=1e-10, atol=1e-10
         )
         assert_same_bits(params, np.asarray(state.master).astype(np.float32))
-        params, _ = follow(
-            tx, params, jnp.full((1, 1000), 1e39)
-        )  # beyond the range of float32
+        # Beyond the range of float32.
+        params, _ = follow(tx, params, jnp.full((1, 1000), 1e39))
         assert_same_bits(params, np.full(1000, -np.finfo(np.float32).max))
 
 
@@ -293,9 +291,8 @@ def test_low_bits_are_kept_exactly_where_the_addition_lands_on_the_new_parameter
         * rng.choice([-1, 1], old.size)
     )
     masters = (wide * factors).astype(np.float32)
-    masters[::10] = 2.0 ** rng.integers(
-        -40, 40, masters[::10].size
-    )  # below a power of two numbers lie twice as dense
+    # Below a power of two numbers lie twice as dense.
+    masters[::10] = 2.0 ** rng.integers(-40, 40, masters[::10].size)
     change = masters.astype(np.float64) - wide
     with jax.enable_x64(True):
         given = jnp.asarray(old), jnp.zeros(old.shape, np.uint16), jnp.asarray(change)
@@ -368,9 +365,8 @@ def test_updates_in_param_dtype_suit_a_library_that_adds_without_a_cast_and_leav
             * np.maximum(abs(np.asarray(q, np.float64)), abs(np.asarray(u, np.float64)))
         ).all()
         missed += (off > 0).sum()
-    assert (
-        0 < missed < 0.2 * 5 * 4000
-    )  # these weights change by a quarter of themselves
+    # These weights change by a quarter of themselves.
+    assert 0 < missed < 0.2 * 5 * 4000
     assert (
         eqx.apply_updates(
             start, wide.update(grads[0], wide.init(start), start)[0]

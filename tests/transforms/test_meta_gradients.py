@@ -38,9 +38,8 @@ def test_derivatives_pass_a_rounding_straight_through(round):
     )
     assert of_all(x) == (1, 3)
     of_bits = lambda x: (x.view(np.uint32) & np.uint32(0xFFFF_0000)).view(F32)
-    assert (
-        jax.grad(of_bits)(x) == 0
-    )  # the derivative of the same without a word about it
+    # The derivative of the same without a word about it.
+    assert jax.grad(of_bits)(x) == 0
 
 
 def test_codes_refuse_to_be_differentiated():

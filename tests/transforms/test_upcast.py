@@ -90,9 +90,8 @@ def strong(tree):
 
 
 def test_states_are_strongly_typed_from_the_start_and_after_an_update():
-    assert strong(
-        mpx.upcast(optax.adam(1e-3)).init({"w": 1.0})
-    )  # a Python number among the parameters
+    # A Python number among the parameters.
+    assert strong(mpx.upcast(optax.adam(1e-3)).init({"w": 1.0}))
     weak = optax.GradientTransformation(
         lambda p: jnp.asarray(0.5), lambda u, s, p=None: (u, jnp.asarray(1.0))
     )

@@ -105,9 +105,8 @@ def test_it_is_trained_in_a_scan_and_stays_near_the_float32_state():
     assert kept.shape == (16, 256)
     half_a_step = np.abs(expected).max(axis=1, keepdims=True) / 14
     assert (np.abs(kept.decode() - expected) <= 1.001 * half_a_step).all()
-    assert (
-        np.abs(kept.decode() - expected).max() > 0.5 * half_a_step.min()
-    )  # negative control: it is rounded
+    # Negative control: it is rounded.
+    assert np.abs(kept.decode() - expected).max() > 0.5 * half_a_step.min()
 
 
 def test_leaves_that_it_refuses_are_refused_with_its_reason():
@@ -122,9 +121,8 @@ def test_leaves_that_it_refuses_are_refused_with_its_reason():
         ValueError,
         match=r"These leaves have rows of odd length.\n *'0/mu/w': float32\[8, 25\]",
     ):
-        recipe().init(
-            {"w": jnp.ones((8, 25)), "b": jnp.ones(25)}
-        )  # but the bias is small, and is not kept so
+        # But the bias is small, and is not kept so.
+        recipe().init({"w": jnp.ones((8, 25)), "b": jnp.ones(25)})
 
 
 def test_a_leaf_that_it_cannot_hold_and_does_not_refuse_is_named():

@@ -24,13 +24,13 @@ Kind = Literal[
     "other state",
 ]  # fmt: skip
 OUTSIDE_STATE: tuple[Kind, ...] = ("parameters", "not trained", "gradients")
+# The names of rows that do not grow with the model.
 SCALARS, KEY = (
     "counts and scalars",
     "key",
-)  # the names of rows that do not grow with the model
-Entry = tuple[
-    Kind, str, Any, NamedSharding
-]  # the kind of an array, its name, the array, and how it is sharded
+)
+# The kind of an array, its name, the array, and how it is sharded.
+Entry = tuple[Kind, str, Any, NamedSharding]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,8 @@ def state_entries(state: Any, shardings: Any) -> Iterator[Entry]:
             jax.tree.leaves(found.leaf),
             jax.tree.leaves(by_path[found.path]),
         )
-        (codes, of_codes), *others = zip(
-            arrays, of_arrays, strict=True
-        )  # a plain leaf is its own codes
+        # A plain leaf is its own codes.
+        (codes, of_codes), *others = zip(arrays, of_arrays, strict=True)
         yield *_kind_and_name(found), codes, of_codes
         for scales, of_scales in others:
             yield "scales of blocks", "scales", scales, of_scales

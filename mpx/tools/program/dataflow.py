@@ -7,6 +7,7 @@ from mpx.tools.program.kernels import HloProgram
 from mpx.tools.program.text import Instruction
 
 Uses = dict[Instruction, list[Instruction]]  # the instructions that use one
+# Numbers stay the same.
 _MOVES = {
     "bitcast",
     "copy",
@@ -14,7 +15,7 @@ _MOVES = {
     "reshape",
     "slice",
     "dynamic-slice",
-}  # numbers stay the same
+}
 
 
 def uses_in(program: HloProgram) -> Uses:
@@ -37,9 +38,8 @@ def arrays_of(kernel: Instruction, uses: Uses) -> list[Instruction]:
     ends = [user for user in uses.get(kernel, ()) if user.op.endswith("-done")]
     made = ends[0] if kernel.op.endswith("-start") and ends else kernel
     parts = [user for user in uses.get(made, ()) if user.op == "get-tuple-element"]
-    return [
-        array for array in parts or [made] if array.shapes
-    ]  # a call may return nothing
+    # A call may return nothing.
+    return [array for array in parts or [made] if array.shapes]
 
 
 def joined_in(array: Instruction) -> list[Instruction]:

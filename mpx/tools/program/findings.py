@@ -43,9 +43,8 @@ _BACKWARD = "transpose("  # in the name of an instruction of the backward pass
 # of all FLOPs: a program with so many narrow products is meant to multiply in few bits
 _MANY = 0.1
 Type = tuple[tuple[int, ...], str]  # the shape and the dtype of an array
-Found = list[
-    tuple[Kernel, int, str]
-]  # kernels, how many of their bytes are found fault with, and a dtype
+# Kernels, how many of their bytes are found fault with, and a dtype.
+Found = list[tuple[Kernel, int, str]]
 _GATHER_AGAIN = (
     "Gather each weight in a checkpoint around its layer, which gathers it again for"
     " the backward pass: `jax.checkpoint(layer)`, or `jax.checkpoint(layer,"
@@ -541,7 +540,9 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
         groups.items(), key=lambda group: -bytes_of(group[1])
     )[:3]:
         largest = max(arrays, key=lambda x: x.shape.bytes)
-        what = f"{len(arrays)}{' x' if len({x.shape.dims for x in arrays}) == 1 else ' arrays up to'} {largest.shape}"
+        are_alike = len({x.shape.dims for x in arrays}) == 1
+        of = " x" if are_alike else " arrays up to"
+        what = f"{len(arrays)}{of} {largest.shape}"
         such = (
             f", such as `{_name(largest.maker)}`"
             if largest.maker.op == "parameter"

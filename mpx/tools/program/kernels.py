@@ -48,10 +48,11 @@ _KINDS = {
     for operation in operations.split()
 }
 _TAKE_PARTS = {"slice", "dynamic-slice", "gather"}
+# And which operand has the new numbers.
 _REPLACE_PARTS = {
     "dynamic-update-slice": 1,
     "scatter": 2,
-}  # and which operand has the new numbers
+}
 _ALGORITHMS = {
     "tf32_tf32_f32": "tf32",
     "bf16_bf16_f32": "bf16",
@@ -72,9 +73,8 @@ class Kernel:
     # of its matrix products and convolutions each time, by the dtype of their operands
     flops: Mapping[str, int]
     times: int  # how often it runs in a step
-    seconds: (
-        float | None
-    )  # what all its runs take at least; None if the target's figures are not known
+    # What all its runs take at least; None if the target's figures are not known.
+    seconds: float | None
     shapes: tuple[Shape, ...]  # the arrays that it writes
     source: str  # the line that asks for it
     # of a collective, the axes of the mesh along which it runs; empty if they are not
@@ -175,9 +175,8 @@ def _with_what_it_sends(
     sent = max(
         sum(shape.size for shape in shapes) for shapes in (collective.results, given)
     )
-    if not operation.startswith(
-        "collective"
-    ):  # in a ring: all parts of an array but one
+    # In a ring: all parts of an array but one.
+    if not operation.startswith("collective"):
         sent = (
             (2 if operation == "all-reduce" else 1)
             * sent
@@ -238,9 +237,8 @@ def _kind(instruction: Instruction) -> Kind | None:
     if "AsyncCollectiveDone" in calls or (
         "products" in found and "AsyncCollectiveStart" not in calls
     ):
-        found.discard(
-            "collectives"
-        )  # a TPU names the collective in all kernels that run beside it
+        # A TPU names the collective in all kernels that run beside it.
+        found.discard("collectives")
     return next((kind for kind in get_args(Kind) if kind in found), None)
 
 

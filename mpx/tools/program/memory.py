@@ -91,9 +91,8 @@ class Memory:
                         "conditional": of_operands[i + 1 : i + 2],
                     }.get(x.op, of_operands)
                     for array in set(self._follow(inner, arguments)).difference(taken):
-                        self._lives.pop(
-                            array, None
-                        )  # it takes the memory of what the loop or call returns
+                        # It takes the memory of what the loop or call returns.
+                        self._lives.pop(array, None)
                 for array in taken:
                     self.users.setdefault(array, []).append(x)
                     life = self._lives.get(array, [0, 0])

@@ -43,9 +43,8 @@ _FAILURES = {  # parts of what XLA says, and what is known to help
 class StepReport(_tables.Result):
     """The cost of one run of a compiled step on one device; prints as tables."""
 
-    target: (
-        Target | None
-    )  # the device that it was compiled for, if its figures are known
+    # The device that it was compiled for, if its figures are known.
+    target: Target | None
     argument_bytes: int  # parameters, optimizer state and batch
     output_bytes: int  # everything that the step returns
     donated_bytes: int  # the outputs that are written over donated arguments
@@ -326,12 +325,10 @@ def step_report(
     )
     if target is not None and device is not None:
         args, mesh = _placed(args, target_devices(device))
-        context = jax.sharding.use_abstract_mesh(
-            mesh.abstract_mesh
-        )  # kernels of Pallas ask it for the device
-        options = (
-            None if device.tpu else {"xla_gpu_autotune_level": "0"}
-        )  # nothing can be timed
+        # Kernels of Pallas ask it for the device.
+        context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+        # Nothing can be timed.
+        options = None if device.tpu else {"xla_gpu_autotune_level": "0"}
         platforms = ("tpu",) if device.tpu else ("cuda",)
     try:
         with context:
@@ -508,9 +505,8 @@ def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:
         own, sharding = _mesh_of(leaf), NamedSharding(mesh, PartitionSpec())
         if is_there(own):
             sharding = leaf.sharding
-        elif (
-            isinstance(own, AbstractMesh) and own.shape == mesh.shape
-        ):  # of `jax.eval_shape`: it knows no devices
+        # Of `jax.eval_shape`: it knows no devices.
+        elif isinstance(own, AbstractMesh) and own.shape == mesh.shape:
             sharding = NamedSharding(mesh, leaf.sharding.spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 

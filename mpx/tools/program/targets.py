@@ -25,9 +25,8 @@ class Target:
     # Of a GPU: `cores`, arithmetic `units` of each, `clock` in GHz, bytes of `cache`
     # and of `shared` memory a core, and its compute `capability`, such as `(9, 0)`.
     # Without them memory can be planned, but nothing is compiled.
-    gpu: Mapping[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # what XLA must know of its chip, as `TARGETS` has
+    # What XLA must know of its chip, as `TARGETS` has.
+    gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tpu: str = ""  # for a TPU, what JAX calls it
     launch_seconds: float = (
         2e-6  # that each kernel takes at least: an estimate, not a published figure
@@ -84,8 +83,9 @@ gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {optin}
-  core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock} l2_cache_size: {cache}
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {optin} core_count: {cores}
+  fpus_per_core: {units} clock_rate_ghz: {clock} l2_cache_size: {cache}
   memory_bandwidth: {bandwidth} device_memory_size: {memory}
   cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
 }}
@@ -159,9 +159,8 @@ def target_here() -> Target | None:
     The whole name must match: an H100 PCIe, a slice of an H100 (MIG) and an A100 of 40
     GB have others.
     """
-    kind = (
-        jax.devices()[0].device_kind.removeprefix("NVIDIA ").replace(" lite", "e")
-    )  # "TPU v5 lite" is a v5e
+    # "TPU v5 lite" is a v5e.
+    kind = jax.devices()[0].device_kind.removeprefix("NVIDIA ").replace(" lite", "e")
     return next((target for target in TARGETS.values() if target.name == kind), None)
 
 

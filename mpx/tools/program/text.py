@@ -68,9 +68,8 @@ class Instruction:
     op: str
     shapes: tuple[Shape, ...]  # of its results
     operands: tuple["Instruction", ...]  # one that stands twice stands twice
-    called: tuple[
-        tuple["Instruction", ...], ...
-    ]  # the computations that it runs; of a loop the body
+    # The computations that it runs; of a loop the body.
+    called: tuple[tuple["Instruction", ...], ...]
     attributes: str  # the rest of the line
     source: str  # `file.py:line`; empty if it is not known
     is_root: bool  # whether it is the result of its computation
@@ -132,9 +131,8 @@ def parse(text: str) -> tuple[Instruction, ...]:
         if found := _HEAD.match(line):
             head, body = found, {}
         elif head and line.startswith("}"):
-            computations[head["name"]] = tuple(
-                body.values()
-            )  # it stands in front of those that call it
+            # It stands in front of those that call it.
+            computations[head["name"]] = tuple(body.values())
             if head["is_entry"]:
                 return computations[head["name"]]
         elif match := _LINE.match(line):
