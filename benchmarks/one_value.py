@@ -1,8 +1,9 @@
-"""How far a sampler is from a trainer, by size of the model and by sequences that are
+r"""How far a sampler is from a trainer, by size of the model and by sequences that are
 sampled at once.
 
-    PYTHONPATH=. python -m benchmarks.one_value PYTHONPATH=. python -m
-    benchmarks.one_value --sizes 2048x16 --sequences 16,64,256 --length 256
+    PYTHONPATH=. python -m benchmarks.one_value
+    PYTHONPATH=. python -m benchmarks.one_value --sizes 2048x16 \
+        --sequences 16,64,256 --length 256
 
 Llamas with random weights (heads share keys; rotary embeddings; gated layers) get the
 same tokens one at a time with a cache, and as whole sequences, in two programs. A
@@ -114,7 +115,7 @@ def distance(case: str, width: int, layers: int, sequences: int, length: int) ->
     multiply = lambda x, head: x @ head
     head = multiply if by_hand else mpx.full_precision(multiply)
     model = functools.partial(logits_and_cache, head=head)
-    run = jax.jit(model if by_hand else mpx.autocast(model, name))
+    run = jax.jit(model if by_hand else mpx.autocast(model, name, as_they_are=2))
     params = jax.tree.map(
         lambda x: x.astype(dtype), init_params(jax.random.key(0), width, layers)
     )

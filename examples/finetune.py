@@ -1,8 +1,9 @@
-"""Fine-tune GPT-2 in any recipe: from a published file of weights to such a file again,
+r"""Fine-tune GPT-2 in any recipe: from a published file of weights to such a file again,
 and a checkpoint.
 
-    python -m examples.finetune gpt2/model.safetensors python -m examples.finetune
-    gpt2/model.safetensors --text my_texts --recipe bf16-split-8bit --out tuned
+    python -m examples.finetune gpt2/model.safetensors
+    python -m examples.finetune gpt2/model.safetensors --text my_texts \
+        --recipe bf16-split-8bit --out tuned
 
 The file has GPT-2's weights under the names of Hugging Face, in any floating dtypes,
 and `config.json` beside it. Without a text it reads the source code of Python's

@@ -105,10 +105,9 @@ def chain(
     The chain reads as the gradient flows, and has the states and the bits of the nested
     form. These two are the same:
 
-        chain(loss_scaling(), master_weights("split"), optax.clip_by_global_norm(1.0),
-        optax.adamw(1e-3))
-        loss_scaling(master_weights(optax.chain(optax.clip_by_global_norm(1.0),
-        optax.adamw(1e-3)), "split"))
+        clip, adamw = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
+        chain(loss_scaling(), master_weights("split"), clip, adamw)
+        loss_scaling(master_weights(optax.chain(clip, adamw), "split"))
 
     `kahan_summation` and `stochastic_rounding` stand last. They see the 16-bit
     parameters, so `upcast` and `low_precision_state` wrap what stands between

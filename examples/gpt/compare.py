@@ -1,12 +1,13 @@
-"""Train one small byte-level GPT under several precision recipes, and compare the
+r"""Train one small byte-level GPT under several precision recipes, and compare the
 results.
 
 Everything but the recipe is equal: text, batches, initial weights, optimizer, schedule,
 number of steps. Run it from the root of the repository:
 
-    python -m examples.gpt.compare python -m examples.gpt.compare --recipes all python
-    -m examples.gpt.compare --text my_folder --recipes f32,bf16-split --steps 1000 --out
-    results
+    python -m examples.gpt.compare
+    python -m examples.gpt.compare --recipes all
+    python -m examples.gpt.compare --text my_folder --recipes f32,bf16-split \
+        --steps 1000 --out results
 
 The first trains eleven times, in about four minutes on two cores with nothing else to
 do; the second sixteen times. A gap is taken at seed 0 and compared with the standard

@@ -1,9 +1,10 @@
-"""Turn text into tokens, and tokens into batches.
+r"""Turn text into tokens, and tokens into batches.
 
 Run it from the root of the repository:
 
-    python -m examples.gpt.data python -m examples.gpt.data --text my_folder --text
-    book.txt --tokenizer gpt2 --out tokens
+    python -m examples.gpt.data
+    python -m examples.gpt.data --text my_folder --text book.txt \
+        --tokenizer gpt2 --out tokens
 
 Without a text it reads the source code of Python's standard library. Texts are cut
 after lines into pieces of 10 kB, and every tenth piece is held out. tiktoken fetches

@@ -1,12 +1,13 @@
-"""Train a GPT on tokens of text, in any precision recipe, on all devices.
+r"""Train a GPT on tokens of text, in any precision recipe, on all devices.
 
 Run it from the root of the repository:
 
-    python -m examples.gpt.train python -m examples.gpt.train --preset gpt2-124m --data
-    tokens --batch-size 16 --microbatches 32 --attention cudnn
-        --loss-chunks 4 --learning-rate 6e-4 --steps 19000
+    python -m examples.gpt.train
+    python -m examples.gpt.train --preset gpt2-124m --data tokens --batch-size 16 \
+        --microbatches 32 --attention cudnn --loss-chunks 4 --learning-rate 6e-4 \
+        --steps 19000
 
-The first trains the tiny model on Python's standard library. The second, on one line,
+The first trains the tiny model on Python's standard library. The second
 is for a GPU and for tokens that `examples.gpt.data` made. The folder of the run
 (`--out`) gets `log.jsonl`, `checkpoints`, and `tokens` if the run makes its own.
 `examples.gpt.evaluate` looks at it afterwards.

@@ -45,7 +45,7 @@ def test_a_sampler_and_a_trainer_agree(recipe):
         policy.cast_to_param(grpo.init_params(jax.random.key(0))),
         policy.compute_dtype,
     )
-    model = mpx.autocast(grpo.logits_and_cache, recipe)
+    model = mpx.autocast(grpo.logits_and_cache, recipe, as_they_are=2)
 
     def loss(params):
         logits = whole(model, params, dtype)
