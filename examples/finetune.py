@@ -1,5 +1,5 @@
-r"""Fine-tune GPT-2 in any recipe: from a published file of weights to such a file again,
-and a checkpoint.
+r"""Fine-tune GPT-2 in any recipe: from a published file of weights to such a file
+again, and a checkpoint.
 
     python -m examples.finetune gpt2/model.safetensors
     python -m examples.finetune gpt2/model.safetensors --text my_texts \
