@@ -60,7 +60,8 @@ def test_aura_with_muon_trains_on_eight_devices_as_on_one():
         trained(muon_aura(1e-2), PARAMS, by_rows),
     )
     np.testing.assert_allclose(numbers(eight[0]), numbers(one[0]), rtol=0, atol=2e-6)
-    np.testing.assert_allclose(numbers(eight[1]), numbers(one[1]), rtol=0, atol=5e-5)
+    # XLA adds parts of products up in another order.
+    np.testing.assert_allclose(numbers(eight[1]), numbers(one[1]), rtol=1e-4, atol=5e-5)
     assert all(not x.sharding.is_fully_replicated for x in jax.tree.leaves(eight[0]))
     adam = trained(optax.adam(1e-2), PARAMS)[0]
     assert np.abs(numbers(one[0]) - numbers(adam)).max() > 1e-2  # so Muon did something
