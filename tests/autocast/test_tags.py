@@ -246,6 +246,7 @@ NOT_HERE = {
     "reshard",
     "roll",
     "rounding_kept",
+    "scales_in_cached_parts",
     "broadcast_to",
 }
 
