@@ -7,7 +7,7 @@ values through a program.
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -68,6 +68,48 @@ def count_uses(program: jex_core.Jaxpr) -> Counter[Any]:
     """Count how often each value is an operand, or a result of the program."""
     used = [v for eqn in program.eqns for v in eqn.invars] + list(program.outvars)
     return Counter(v for v in used if not is_literal(v))
+
+
+class Graph:
+    """A program as a graph: which equation makes a value, and from which others it is
+    computed.
+    """
+
+    def __init__(self, program: jex_core.Jaxpr):
+        self._makers = {
+            v: (number, eqn)
+            for number, eqn in enumerate(program.eqns)
+            for v in eqn.outvars
+        }
+
+    def maker(self, v: Any) -> JaxprEqn | None:
+        """Return the equation that makes a value; None for an input."""
+        return self._makers.get(v, (-1, None))[1]
+
+    def number(self, v: Any) -> int:
+        """Return the place of that equation in the program; -1 for an input."""
+        return self._makers.get(v, (-1, None))[0]
+
+    def behind(
+        self,
+        values: Iterable[Any],
+        goes_on: Callable[[Any], bool] = lambda v: True,
+        through: Callable[[Any], Any] = lambda v: v,
+    ) -> list[Any]:
+        """Return the values, and those from which they are computed, each once.
+
+        The walk goes back from a value to the operands of its maker if `goes_on` says
+        so. `through` gives the value to be taken for another one.
+        """
+        found: dict[Any, None] = {}
+        waiting = list(values)[::-1]
+        while waiting:
+            v = through(waiting.pop())
+            if not is_literal(v) and v not in found:
+                found[v] = None
+                if (eqn := self.maker(v)) and goes_on(v):
+                    waiting += reversed(eqn.invars)
+        return list(found)
 
 
 def with_results_read(jaxpr: Any, is_read: Sequence[bool]) -> Any:

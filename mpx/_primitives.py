@@ -19,9 +19,8 @@ class Facts(NamedTuple):
     # costs less to compute again than to keep in float32; comparisons are kept, in a
     # byte
     cheap: bool = False
-    transcendental: bool = (
-        False  # a function such as tanh, which XLA keeps in float32 for the derivative
-    )
+    # a function such as tanh, which XLA keeps in float32 for the derivative
+    transcendental: bool = False
     # is linear in each operand; what `moves` elements is too, and need not say so
     linear: bool = False
     # Results consist of elements of the operands: the operands themselves ("same"),
@@ -32,15 +31,12 @@ class Facts(NamedTuple):
     # cotangents have yet to be added up.
     copies_of_operand: Literal["", "one", "many"] = ""
     communicates: bool = False  # needs other devices, or may
-    positional: bool = (
-        False  # depends on where an element is in the array, or on which device this is
-    )
-    triton: Literal["any", "32 bits", "none"] = (
-        "any"  # the floating-point numbers that Pallas' Triton has it for
-    )
-    blocks: Literal["", "view", "reduce"] = (
-        ""  # how it acts on rows of whole blocks, if it is not elementwise
-    )
+    # depends on where an element is in the array, or on which device this is
+    positional: bool = False
+    # the floating-point numbers that Pallas' Triton has it for
+    triton: Literal["any", "32 bits", "none"] = "any"
+    # how it acts on rows of whole blocks, if it is not elementwise
+    blocks: Literal["", "view", "reduce"] = ""
     # The programs it holds: one that runs once on all operands ("call"), the same with
     # a derivative by its author ("custom"), or others.
     runs: Literal["", "call", "custom", "branches", "devices", "loop"] = ""

@@ -23,9 +23,8 @@ class _Factor(NamedTuple):
     """A sharded axis: shared by all arrays of a part, or private to one."""
 
     begin: int  # product of the axes before it
-    alone: tuple[int, int] | None = (
-        None  # if private: the number of the array, and of its axis
-    )
+    # if private: the number of the array, and of its axis
+    alone: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:

@@ -42,9 +42,7 @@ def in_a_kernel(
     the output written over it.
     """
     # Here, because importing it takes longer than the rest of mpx.
-    from jax.experimental import (
-        pallas as pl,
-    )
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     rows = arrays[0].shape[0]  # on this device

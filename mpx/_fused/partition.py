@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._jaxprs import dtype_of, is_literal
+from mpx._jaxprs import Graph, dtype_of, is_literal
 from mpx._loss_scale import is_power_of_two
 from mpx._primitives import facts_of
 from mpx._stored.blocks import in_cached_parts
@@ -61,9 +61,8 @@ class Part(NamedTuple):
     # elements of a row: as many as the largest block has, or a number that divides the
     # leaf
     width: int
-    block: (
-        int  # elements of the largest block; 1 if nothing is kept or found out by block
-    )
+    # elements of the largest block; 1 if nothing is kept or found out by block
+    block: int
 
 
 class Leaf(NamedTuple):
@@ -89,20 +88,16 @@ class Partition:
     """The leaves of a program without calls."""
 
     def __init__(self, program: jex_core.Jaxpr):
-        self._producer = {
-            v: (i, eqn) for i, eqn in enumerate(program.eqns) for v in eqn.outvars
-        }
+        self._graph = Graph(program)
         self._same: dict[Var, Any] = {}  # what a barrier returns, and what it was given
-        self._placed: dict[
-            Var, Any
-        ] = {}  # what was placed on devices, and what it was before
+        # what was placed on devices, and what it was before
+        self._placed: dict[Var, Any] = {}
         # Arrays of no leaf: their elements are equal, or places in short rows.
         self._uniform: set[Var] = set()
         # Arrays that are computed from others of their leaf.
         self._inside: set[Var] = set()
-        self._parent: dict[
-            Var, Var
-        ] = {}  # arrays of one leaf lead to one array: see `_leaf_of`
+        # arrays of one leaf lead to one array: see `_leaf_of`
+        self._parent: dict[Var, Var] = {}
         # Arrays, and what moves their elements: see `_why_not`.
         self._mixed: dict[Var, set[str]] = defaultdict(set)
         sent = [v for eqn in program.eqns for v in self._add(eqn)]
@@ -138,20 +133,17 @@ class Partition:
 
     def sent_to(self, v: Any) -> list[Var]:
         """Return the arrays that devices send each other to compute a value."""
-        found: dict[Var, None] = {}
-        waiting, seen = [self.resolved(v)], set()
-        while waiting:
-            v = waiting.pop()
-            if is_literal(v) or size_of(v) <= 1 or v in seen or v not in self._producer:
-                continue
-            seen.add(v)
-            eqn = self._producer[v][1]
-            operands = map(self.resolved, eqn.invars)
-            if self.sends(eqn):
-                found |= dict.fromkeys(self.unplaced(operand) for operand in operands)
-            else:
-                waiting += operands
-        return list(found)
+
+        def senders(v):
+            eqn = self._graph.maker(v)
+            return [eqn] if size_of(v) > 1 and eqn and self.sends(eqn) else []
+
+        def is_computed_here(v):
+            return size_of(v) > 1 and not senders(v)
+
+        behind = self._graph.behind([v], is_computed_here, self.resolved)
+        operands = [x for v in behind for eqn in senders(v) for x in eqn.invars]
+        return list(dict.fromkeys(map(self.unplaced, operands)))
 
     def _add(self, eqn: JaxprEqn) -> list[Var]:
         """Take an equation into account; return the values in it that go to other
@@ -209,35 +201,22 @@ class Partition:
         return Leaf(outputs, None if reason else part, reason)
 
     def _part(self, outputs: list[Var]) -> Part:
-        found: dict[int, JaxprEqn] = {}
-        arrays: dict[Var, None] = {}
-        scalars: dict[Var, None] = {}
         # The same order for all leaves.
-        outputs = sorted(outputs, key=lambda v: self._producer[v][0])
+        outputs = sorted(outputs, key=self._graph.number)
+
+        def is_in_part(v):
+            return size_of(v) > 1 and (v in self._uniform or v in self._inside)
+
         # From the outputs back to what XLA hands in. Not forwards: what only a norm
         # needs stays out of the kernel.
-        waiting = list(reversed(outputs))
-        while waiting:
-            v = self.resolved(waiting.pop())
-            if is_literal(v):
-                continue
-            if size_of(v) <= 1:
-                scalars[v] = None
-            elif v in self._uniform or v in self._inside:
-                i, eqn = self._producer[v]
-                if i not in found:
-                    found[i] = eqn
-                    waiting += reversed(eqn.invars)
-            else:
-                arrays[v] = None
-
+        behind = self._graph.behind(outputs, is_in_part, self.resolved)
+        scalars = [v for v in behind if size_of(v) <= 1]
+        arrays = [v for v in behind if size_of(v) > 1 and not is_in_part(v)]
         # A value may be read both before and after it was placed. Its kernel then reads
         # one array, not two: the placed one, whose shards lie where the kernel runs.
-        def number(v):
-            return self._producer[v][0] if v in self._producer else -1
-
-        last = {self.unplaced(v): v for v in sorted(arrays, key=number)}
+        last = {self.unplaced(v): v for v in sorted(arrays, key=self._graph.number)}
         read = {v: last[self.unplaced(v)] for v in arrays}
+        made = {self._graph.number(v): v for v in behind if is_in_part(v)}
         equations = [
             eqn.replace(
                 invars=[
@@ -245,7 +224,8 @@ class Partition:
                     for v in map(self.resolved, eqn.invars)
                 ]
             )
-            for _, eqn in sorted(found.items(), key=lambda x: x[0])
+            for _, v in sorted(made.items())
+            if (eqn := self._graph.maker(v))
         ]
         sizes = {
             size_of(v)
@@ -259,7 +239,7 @@ class Partition:
         width = max(block, math.gcd(size, TILE if block == 1 else _NARROWEST))
         return Part(
             list(dict.fromkeys(read.values())),
-            list(scalars),
+            scalars,
             equations,
             outputs,
             size,
@@ -281,7 +261,7 @@ class Partition:
             for v in variables
             if size_of(v) > 1 and v not in self._uniform
         }
-        sources = [self._producer[v][1] for v in part.arrays if v in self._producer]
+        sources = filter(None, map(self._graph.maker, part.arrays))
         not_outside = {eqn.primitive.name for eqn in sources if not _is_outside(eqn)}
         dtypes = {str(dtype) for dtype in {dtype_of(v) for v in variables}}
         # The first reason is told: an operation that no kernel can run comes before
@@ -308,29 +288,10 @@ class Partition:
             return (
                 f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
             )
-        if self._waits_for_itself(part):
+        own = {v for eqn in part.equations for v in eqn.outvars}
+        if own.intersection(self._graph.behind(part.arrays)):
             return "other devices compute what it reads from what it returns"
         return ""
-
-    def _waits_for_itself(self, part: Part) -> bool:
-        """Return whether an array that a part reads is computed from what the part
-        returns.
-        """
-        own = {v for eqn in part.equations for v in eqn.outvars}
-        seen: set[Var] = set()
-        waiting = [v for v in part.arrays if v in self._producer]
-        while waiting:
-            v = waiting.pop()
-            if v in own:
-                return True
-            if v not in seen and v in self._producer:
-                seen.add(v)
-                waiting += [
-                    operand
-                    for operand in self._producer[v][1].invars
-                    if not is_literal(operand)
-                ]
-        return False
 
 
 def _is_placed(eqn: JaxprEqn) -> bool:

@@ -120,9 +120,8 @@ def _run_part(
     compiled: dict[Hashable, Any],
 ) -> dict[Var, Any]:
     """Return the outputs of a part. Equal parts are traced once, and compiled once."""
-    over: dict[
-        int, int
-    ] = {}  # an output takes one place, though it may stand in a state twice
+    # an output takes one place, though it may stand in a state twice
+    over: dict[int, int] = {}
     for i, v in enumerate(part.arrays):
         if in_place[v] in part.outputs:
             over.setdefault(part.outputs.index(in_place[v]), i)
