@@ -24,7 +24,17 @@ import typer
 from typer import Option
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("mpx", "tests", "examples", "conftest.py", "pyproject.toml")
+COPIED = (
+    "mpx",
+    "tests",
+    "examples",
+    "benchmarks",
+    "docs",
+    "README.md",
+    "CHANGELOG.md",
+    "conftest.py",
+    "pyproject.toml",
+)
 # The tests of the files of a folder: those at the same place under `tests` come first,
 # then these.
 TESTS = {
