@@ -49,6 +49,9 @@ def convert_state(
     - The state of the rule is carried over and rounded to nearest where the new recipe
       stores it in fewer bits. What is stored in the same way on both sides keeps its
       bits.
+    - Blocks of another size than `tx` makes here, because the run was saved on another
+      number of devices, are decoded, and encoded in those of `new_tx`, which may be
+      `tx` again: they are rounded once more.
     - PRNG keys are carried over. The loss scale begins anew, but its count of skipped
       steps goes on: where `new_tx` has a dynamic one, let it begin with
       `float(get_loss_scale(opt_state).loss_scale)`.
@@ -357,9 +360,9 @@ def _is_made_as(made: Any, leaf: Any) -> bool:
     """Return whether a leaf is as `init` makes it. The first update of Optax's rules
     may change a floating dtype, and another mesh makes blocks of another size.
     """
-    if is_stored(made) or is_stored(leaf):
-        formats = [type(x.format) if is_stored(x) else None for x in (made, leaf)]
-        return formats[0] == formats[1] and leaf.shape == made.shape
+    if is_stored(made):
+        is_alike = is_stored(leaf) and type(leaf.format) is type(made.format)
+        return is_alike and leaf.shape == made.shape
     return (
         isinstance(leaf, jax.Array)
         and leaf.shape == made.shape
