@@ -12,12 +12,7 @@ from typing import Any
 
 import jax
 
-from mpx._shardings import (
-    dividing_devices,
-    explicit_sharding,
-    names_at,
-    part_sharding,
-)
+from mpx._shardings import dividing_devices, explicit_sharding, names_at, part_sharding
 
 # The latter: scales and histories of Flax's FP8 layers.
 _MEASURED = {

@@ -16,11 +16,7 @@ from jax import export
 
 from mpx import _flax, _trees, formats
 from mpx._errors import not_differentiable
-from mpx._shardings import (
-    explicit_sharding,
-    in_auto,
-    part_sharding,
-)
+from mpx._shardings import explicit_sharding, in_auto, part_sharding
 from mpx._stored.roles import Role
 
 
