@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from mpx import _errors, _trees
+from mpx import _errors, _flax, _trees
 from mpx._chain import element
 from mpx._loss_scale import LossScale
 from mpx._policy import Policy, as_policy, policy_text, with_policy
@@ -264,24 +264,21 @@ def _cast_variables(params: Any, cast: Callable[[Any], Any]) -> None:
     """Cast variables of NNX where they are: `nnx.Optimizer` hands over those of its
     model, not copies.
     """
-    variables, others = (
-        jax.tree.leaves(tree, is_leaf=_trees.is_box) for tree in (params, cast(params))
-    )
+    variables, others = map(_flax.variables_of, (params, cast(params)))
     for variable, other in zip(variables, others, strict=True):
-        if hasattr(variable, "set_value"):
-            value = other.get_value()
-            # Labels of arrays make `optax.partition` hand over copies of variables.
-            if _trees.is_masked(value):
-                raise ValueError(
-                    "`mixed_precision`: the variables of this NNX model are copies,"
-                    " which a wrapper around this made (`optax.partition` with labels"
-                    " of arrays), so that the model cannot be cast. Label variables:"
-                    " `jax.tree.map_with_path(label_of, params, is_leaf=lambda x:"
-                    " isinstance(x, nnx.Variable))`. Or cast the model first, by"
-                    " `nnx.update(model, policy.cast_to_param(nnx.state(model,"
-                    " nnx.Param)))`; or put this around the wrapper."
-                )
-            variable.set_value(value)
+        value = other.get_value()
+        # Labels of arrays make `optax.partition` hand over copies of variables.
+        if _trees.is_masked(value):
+            raise ValueError(
+                "`mixed_precision`: the variables of this NNX model are copies,"
+                " which a wrapper around this made (`optax.partition` with labels"
+                " of arrays), so that the model cannot be cast. Label variables:"
+                " `jax.tree.map_with_path(label_of, params, is_leaf=lambda x:"
+                " isinstance(x, nnx.Variable))`. Or cast the model first, by"
+                " `nnx.update(model, policy.cast_to_param(nnx.state(model,"
+                " nnx.Param)))`; or put this around the wrapper."
+            )
+        variable.set_value(value)
 
 
 def _two_keys(key: jax.Array | None, policy: Policy) -> jax.Array:

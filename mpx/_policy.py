@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from mpx import _errors, _tables, _trees
+from mpx import _errors, _flax, _tables, _trees
 from mpx._chain import FinalUpdates
 from mpx._dtypes import DTYPE_NAMES, bytes_of, dtype_or_none, half_dtype
 from mpx._fp8 import RESULTS, Fp8
@@ -167,7 +167,7 @@ class Policy:
             w     (2, 3)  bfloat16  bfloat16     12
             total                                16
         """
-        names, statistics = _trees.path_names(tree), _trees.statistics(tree)
+        names, statistics = _trees.path_names(tree), _flax.statistics(tree)
         leaves = [
             (names[path], leaf, path not in statistics)
             for path, leaf in jax.tree.leaves_with_path(tree)
@@ -234,7 +234,7 @@ class Policy:
         """Cast a tree of parameters to a dtype, or to that of the override that
         matches.
         """
-        statistics = _trees.statistics(tree)
+        statistics = _flax.statistics(tree)
         if not (self.overrides or statistics):
             return _trees.cast_tree(tree, default)
         return _trees.cast_by_path(
@@ -260,7 +260,7 @@ class Policy:
         """
         names, statistics, leaves = (
             _trees.path_names(tree),
-            _trees.statistics(tree),
+            _flax.statistics(tree),
             _trees.leaves_by_path(tree),
         )
         paths = [

@@ -1,10 +1,8 @@
 """Find, name and cast the leaves of pytrees."""
 
 import functools
-import importlib
-import importlib.util
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -14,15 +12,12 @@ import optax
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from mpx import _flax
+
 T = TypeVar("T")
 Path = tuple[Any, ...]
 
 _VALUE = jax.tree_util.GetAttrKey("value")
-# The latter: scales and histories of Flax's FP8 layers.
-_MEASURED = {
-    "batch_stats",
-    "_overwrite_with_gradient",
-}
 
 
 def is_floating(leaf: Any) -> bool:
@@ -114,73 +109,12 @@ def path_names(
     """Return the names of all leaves of a tree by their key paths, as `path_string`
     gives them.
     """
-    names = {}
-
-    def is_node(x):
-        return is_box(x) or (is_leaf is not None and is_leaf(x))
-
-    for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_node):
-        inside = (
-            jax.tree.leaves_with_path(node, is_leaf=is_leaf)
-            if is_box(node)
-            else [((), node)]
-        )
-        for rest, _ in inside:
-            named = path if path and rest == (_VALUE,) else path + rest
-            names[path + rest] = jax.tree_util.keystr(named, simple=True, separator="/")
+    names, boxes = {}, _flax.boxes_of(tree)
+    for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_leaf):
+        is_variable = path in boxes and path[-1] == _VALUE and len(path) > 1
+        named = path[:-1] if is_variable else path
+        names[path] = jax.tree_util.keystr(named, simple=True, separator="/")
     return names
-
-
-def statistics(tree: Any) -> set[Path]:
-    """Return the paths of what Flax measures: an `nnx.BatchStat`; of Linen's variables
-    these collections.
-    """
-    found = jax.tree.leaves_with_path(
-        tree, is_leaf=lambda x: _is_statistic(x) or _is_of_variables(x)
-    )
-    paths = set()
-    for path, node in found:
-        if _is_statistic(node):
-            paths |= {path + rest for rest, _ in jax.tree.leaves_with_path(node)}
-        elif _is_of_variables(node):
-            of_node = jax.tree.leaves_with_path(
-                {name: node[name] for name in _MEASURED & set(node)}
-            )
-            paths |= {path + rest for rest, _ in of_node}
-    return paths
-
-
-def _is_of_variables(node: Any) -> bool:
-    """Return whether a node is what Linen's `init` returns for a model that
-    measures.
-    """
-    return (
-        isinstance(node, Mapping) and "params" in node and bool(_MEASURED & set(node))
-    )
-
-
-def is_box(node: Any) -> bool:
-    """Return whether a node is a box around one array: a variable of NNX, a box of
-    Linen, a named array of Haliax.
-    """
-    return _is_of_library(node, "Variable", "AxisMetadata", "NamedArray")
-
-
-def _is_statistic(node: Any) -> bool:
-    return _is_of_library(node, "BatchStat")
-
-
-def _is_of_library(node: Any, *names: str) -> bool:
-    """Return whether a node is of one of these classes of Flax or Haliax, which need
-    not be installed.
-    """
-
-    def is_of(kind):
-        return (
-            kind.__module__.startswith(("flax.", "haliax.")) and kind.__name__ in names
-        )
-
-    return any(map(is_of, type(node).__mro__))
 
 
 def leaves_by_path(
@@ -348,32 +282,3 @@ def _converter(
         if shardings is None
         else jax.jit(convert, out_shardings=list(shardings))
     )
-
-
-@functools.cache
-def tell_flax(kind: type) -> None:
-    """Let `flax.serialization` take nodes of a class, if Flax is installed: mpx does
-    not depend on it.
-
-    Call it when the first is made: at import it would load Flax for all who have it.
-    """
-    if importlib.util.find_spec("flax") is None:
-        return
-    serialization = importlib.import_module("flax.serialization")
-
-    def opened(node):
-        children, structure = jax.tree.flatten_with_path(
-            node, is_leaf=lambda x: x is not node
-        )
-        return {path[0].name: child for path, child in children}, structure
-
-    def as_dict(node):
-        return serialization.to_state_dict(opened(node)[0])
-
-    def from_dict(node, parts):
-        children, structure = opened(node)
-        return structure.unflatten(
-            serialization.from_state_dict(children, parts).values()
-        )
-
-    serialization.register_serialization_state(kind, as_dict, from_dict, override=True)

@@ -13,7 +13,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 # those below.
 ROOMS = [
     {
-        "mpx._trees",
         "mpx._dtypes",
         "mpx._finite",
         "mpx._noise",
@@ -21,6 +20,8 @@ ROOMS = [
         "mpx._shardings",
         "mpx._straight_through",
     },
+    {"mpx._flax"},
+    {"mpx._trees"},
     {"mpx._errors", "mpx._tables", "mpx._jaxprs"},
     {"mpx._fp8", "mpx.formats", "mpx._recipes", "mpx._chain"},
     {"mpx._policy", "mpx._loss_scale", "mpx._writeback"},

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from mpx import _errors, _trees
+from mpx import _errors, _flax, _trees
 from mpx._inspect.masters import master_params, require_fit
 from mpx._policy import Policy, as_policy, policy_of
 from mpx._stored.leaves import StateLeaf, leaves_of, require_types, weights_kept
@@ -49,6 +49,9 @@ def convert_state(
     - The state of the rule is carried over and rounded to nearest where the new recipe
       stores it in fewer bits. What is stored in the same way on both sides keeps its
       bits.
+    - Blocks of another size than `tx` makes here, because the run was saved on another
+      number of devices, are decoded, and encoded in those of `new_tx`, which may be
+      `tx` again: they are rounded once more.
     - PRNG keys are carried over. The loss scale begins anew, but its count of skipped
       steps goes on: where `new_tx` has a dynamic one, let it begin with
       `float(get_loss_scale(opt_state).loss_scale)`.
@@ -220,7 +223,7 @@ def _warn_of_losses(
 def _moved(old: Any, new: Any) -> Any:
     """Return a leaf of the rule as the new state stores it."""
     if is_stored(old) and is_stored(new) and old.format == new.format:
-        return old
+        return jax.tree.structure(new).unflatten(jax.tree.leaves(old))
     wide = old.decode() if is_stored(old) else old
     near = jax.tree.leaves(old)[0]
     if is_stored(new):
@@ -326,22 +329,15 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
     """
     require_types(opt_state, "convert_state")
     made = jax.eval_shape(tx.init, params)
-
-    def without_boxes(tree):
-        return jax.tree.structure(
-            jax.tree.map(jax.tree.leaves, tree, is_leaf=_trees.is_box)
-        )
-
-    if without_boxes(opt_state) == without_boxes(made):
-        # A `flax.nnx.Optimizer` puts each array into a variable. `init` does so only
-        # where the parameters do.
-        opt_state = jax.tree.unflatten(
-            jax.tree.structure(made), jax.tree.leaves(opt_state)
-        )
+    # A `flax.nnx.Optimizer` puts each array into a variable. `init` does so only where
+    # the parameters do.
+    leaves, bare = jax.tree.flatten(_flax.without_boxes(opt_state), is_leaf=is_stored)
+    if bare == _structure(_flax.without_boxes(made)):
+        opt_state = _structure(made).unflatten(leaves)
     expected = _trees.leaves_by_path(made, is_stored)
     got = _trees.leaves_by_path(opt_state, is_stored)
     wrong = _errors.mismatches(expected, got, _is_made_as, "`tx.init` makes", shown)
-    if not wrong and jax.tree.structure(opt_state) != jax.tree.structure(made):
+    if not wrong and _structure(opt_state) != _structure(made):
         wrong = {(): "the leaves fit, but not the nodes around them"}
     what = "`convert_state`: `opt_state` is not a state of `tx` for these parameters"
     remedy = (
@@ -355,15 +351,18 @@ def _state_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> 
     return opt_state
 
 
+def _structure(state: Any) -> Any:
+    """Return the nodes of a state around its stored leaves."""
+    return jax.tree.structure(state, is_leaf=is_stored)
+
+
 def _is_made_as(made: Any, leaf: Any) -> bool:
     """Return whether a leaf is as `init` makes it. The first update of Optax's rules
-    may change a floating dtype.
+    may change a floating dtype, and another mesh makes blocks of another size.
     """
-    if is_stored(made) or is_stored(leaf):
-        return (
-            jax.tree.structure(leaf) == jax.tree.structure(made)
-            and leaf.shape == made.shape
-        )
+    if is_stored(made):
+        is_alike = is_stored(leaf) and type(leaf.format) is type(made.format)
+        return is_alike and leaf.shape == made.shape
     return (
         isinstance(leaf, jax.Array)
         and leaf.shape == made.shape

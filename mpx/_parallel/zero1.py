@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from mpx import _errors, _trees
+from mpx import _errors, _flax, _trees
 from mpx._chain import element
 from mpx._parallel.placement import (
     parameter_specs,
@@ -195,12 +195,7 @@ def zero1_shardings(
     specs = parameter_specs(params, param_specs, mesh, axis, "zero1_shardings")
     own = {path: (np.shape(p), spec) for path, p, spec in _with_specs(params, specs)}
     # A stored leaf stands in place of a box.
-    boxes = jax.tree.leaves_with_path(params, is_leaf=_trees.is_box)
-    own |= {
-        path: own[path + jax.tree.leaves_with_path(box)[0][0]]
-        for path, box in boxes
-        if _trees.is_box(box)
-    }
+    own |= {path[:-1]: own[path] for path in _flax.boxes_of(params)}
 
     def sharding_of(path, leaf):
         shape = leaf.shape if is_stored(leaf) else np.shape(leaf)

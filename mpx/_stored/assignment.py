@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import numpy as np
 
-from mpx import _errors, _trees
+from mpx import _errors, _flax, _trees
 from mpx._dtypes import UP_TO_FLOAT32, dtype_or_none
 from mpx._shardings import explicit_sharding
 from mpx._stored.blocks import BlockFormat
@@ -22,7 +22,6 @@ from mpx._stored.state_format import (
     FLOAT32,
     Cast,
     StateFormat,
-    is_last_axis_named,
     is_stored,
     store,
 )
@@ -47,12 +46,7 @@ def assign(
     float32 or stored.
     """
     chosen: Assignment = {}
-    names = _trees.path_names(state, is_stored)
-    boxes = {
-        path: box
-        for path, box in _trees.leaves_by_path(state, _is_unit).items()
-        if _trees.is_box(box)
-    }
+    names, boxes = _trees.path_names(state, is_stored), _flax.boxes_of(state)
     for i, found in enumerate(leaves_of(state)):
         leaf = found.leaf
         if not (is_stored(leaf) or _trees.is_inexact(leaf)) or not leaf.shape:
@@ -74,13 +68,9 @@ def assign(
                 else FLOAT32
             )
             chosen[i] = Assigned(
-                _with_blocks_of(leaf, format, boxes.get(found.path[:-1])), pattern
+                _with_blocks_of(leaf, format, boxes.get(found.path)), pattern
             )
     return chosen
-
-
-def _is_unit(node: Any) -> bool:
-    return is_stored(node) or _trees.is_box(node)
 
 
 def _with_blocks_of(leaf: Any, format: StateFormat, box: Any = None) -> StateFormat:
@@ -95,7 +85,7 @@ def _with_blocks_of(leaf: Any, format: StateFormat, box: Any = None) -> StateFor
         # state has.
         return kept if is_alike and kept.block_size < format.block_size else format
     sharding = explicit_sharding(leaf)
-    if sharding is None and is_last_axis_named(box, leaf.ndim):
+    if sharding is None and _flax.is_last_axis_named(box, leaf.ndim):
         # No mesh is known: XLA divides rows, if blocks do not cross them.
         return format.for_shards(leaf.shape[-1])
     if sharding is None or sharding.is_fully_replicated:

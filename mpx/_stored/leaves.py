@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpx import _trees
+from mpx import _flax, _trees
 from mpx._stored.roles import KEPT_OF_WEIGHTS, ROLES, Role, role_by_name, role_of_field
 from mpx._stored.state_format import is_stored
 from mpx._stored.weights import KeptWeight, storage_of
@@ -124,7 +124,7 @@ def _child(here: StateLeaf, key: _trees.Path, child: Any) -> StateLeaf:
     if here.field:  # below a field, which decides the role
         in_rule = (
             here.path_in_rule
-            if _trees.is_box(node)
+            if _flax.is_box(node)
             else (*here.path_in_rule, _named(node, name))
         )
         of_parameter = here.path_of_parameter + key

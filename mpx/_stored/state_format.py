@@ -5,9 +5,8 @@ and its format.
 import abc
 import dataclasses
 import functools
-import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -15,15 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from mpx import _trees, formats
+from mpx import _flax, _trees, formats
 from mpx._errors import not_differentiable
-from mpx._shardings import (
-    dividing_devices,
-    explicit_sharding,
-    in_auto,
-    names_at,
-    part_sharding,
-)
+from mpx._shardings import explicit_sharding, in_auto, part_sharding
 from mpx._stored.roles import Role
 
 
@@ -186,94 +179,16 @@ def store(x: Any, format: StateFormat, key: jax.Array | None = None) -> Any:
     Return a stored leaf; of a cast the codes alone, which are the array in fewer bits.
     What is kept is in boxes like the array's.
     """
-    _trees.tell_flax(StoredLeaf)
-    (array,), box = jax.tree.flatten(x)
+    _flax.let_serialize(StoredLeaf)
+    (array,) = jax.tree.leaves(x)
     array = array.astype(np.float32)
     if not isinstance(format, Cast):
         # A cast has a derivative. That of codes would be zero, and a learned rate would
         # stand still.
         array = not_differentiable(array, _NO_DERIVATIVE.format(format))
     codes, scales = placed_by_xla(format.encode, array, key)
-
-    def boxed(part):
-        return None if part is None else _boxed(part, box, array)
-
-    if isinstance(format, Cast):
-        return boxed(codes)
-    return StoredLeaf(boxed(codes), boxed(scales), format)
-
-
-def _boxed(part: jax.Array, box: Any, array: jax.Array) -> Any:
-    """Put codes or scales into a box like their array's, with those names of axes that
-    fit.
-    """
-    boxed = box.unflatten([part])
-    if part.shape == array.shape or not _trees.is_box(boxed):
-        return boxed
-    fitting = {
-        key: _fitting(names, part.shape, array)
-        for key, names in _names_of_axes(boxed).items()
-    }
-    if "axis_names" in fitting:  # of Haliax, which has no axis without a name
-        names = itertools.zip_longest(fitting["axis_names"], range(part.ndim))
-        return dataclasses.replace(
-            boxed, axis_names=tuple(name or f"axis {i}" for name, i in names)
-        )
-    if fitting:
-        return boxed.replace(**fitting)
-    # A user's own box without names fits its array only.
-    return boxed if hasattr(boxed, "get_metadata") else part
-
-
-def _names_of_axes(box: Any) -> dict[str, Any]:
-    """Return what a box says about the axes of its array: names of each, under all keys
-    that have them.
-
-    Trainers read other keys than Flax: MaxText takes `sharding_names` where
-    `out_sharding` names nothing.
-    """
-    if not hasattr(box, "get_metadata"):
-        return {
-            key: getattr(box, key)
-            for key in ("names", "axis_names")
-            if hasattr(box, key)
-        }
-    metadata = box.get_metadata()
-    keys = ("out_sharding", "optimizer_sharding", "sharding_names")
-    return {key: metadata[key] for key in keys if metadata.get(key)}
-
-
-def is_last_axis_named(box: Any, ndim: int) -> bool:
-    """Return whether the box of an array (None: it has no box) names the last axis,
-    which may then be divided.
-    """
-    every = _names_of_axes(box).values()
-    return any(
-        isinstance(names, Iterable) and any(tuple(names)[ndim - 1 :]) for names in every
-    )
-
-
-def _fitting(names: Any, part: tuple[int, ...], array: jax.Array) -> tuple[Any, ...]:
-    """Return the names of the axes that codes or scales have in common with their
-    array.
-    """
-    if not isinstance(names, Iterable) or len(part) not in (1, array.ndim):
-        return ()
-    sharding, devices = explicit_sharding(array), dividing_devices()
-
-    def fits(i):
-        if sharding is not None:
-            return names_at(part_sharding(sharding, array.shape, part).spec, i)
-        # No mesh is known. A multiple of 64 can be divided by that many devices, or 32,
-        # 16, 8...
-        is_divisible = part[i] % 64 == 0 or (devices > 1 and part[i] % devices == 0)
-        return is_divisible or (part[i] == array.shape[i] and len(part) == array.ndim)
-
-    # Blocks that cross the ends of rows lie in one row of their own, divided as the
-    # first axis is.
-    return tuple(
-        name if fits(i) else None for i, name in enumerate(tuple(names)[: len(part)])
-    )
+    codes, scales = _flax.in_box_of(x, codes), _flax.in_box_of(x, scales)
+    return codes if isinstance(format, Cast) else StoredLeaf(codes, scales, format)
 
 
 _NO_DERIVATIVE = (

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mpx import _errors, _trees
+from mpx import _errors, _flax, _trees
 from mpx._chain import element
 from mpx._finite import finite_flags, select_tree
 from mpx._loss_scale import (
@@ -129,7 +129,7 @@ def loss_scaling(
     _require_stable_structure(start)
 
     def init_fn(params):
-        _trees.tell_flax(type(start))
+        _flax.let_serialize(type(start))
         # Copies, a buffer each: donation deletes them, and refuses one that is given
         # twice.
         return LossScalingState(
@@ -273,12 +273,7 @@ def loss_scaling_state(opt_state: Any, caller: str) -> LossScalingState | None:
         return None
     own = states[0]._replace(inner_state=())
     # `flax.nnx.Optimizer` puts each array into a variable.
-    arrays = jax.tree.map(
-        lambda box: jax.tree.leaves(box)[0],
-        own,
-        is_leaf=_trees.is_box,
-    )
-    return arrays._replace(inner_state=states[0].inner_state)
+    return _flax.without_boxes(own)._replace(inner_state=states[0].inner_state)
 
 
 def _minus_zero(update: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from mpx import _errors, _trees
+from mpx import _errors, _flax, _trees
 from mpx._chain import element
 from mpx._noise import kept_key, key_of_step
 from mpx._stored.assignment import (
@@ -150,9 +150,7 @@ def low_precision_state(
             return with_measurements_of(state.inner_state, made)
 
         require_stored_as_assigned(state.inner_state, assignment, as_made)
-        has_boxes = any(
-            map(_trees.is_box, jax.tree.leaves(updates, is_leaf=_trees.is_box))
-        )
+        has_boxes = bool(_flax.boxes_of(updates))
         wide = _load(state.inner_state, assignment, as_made() if has_boxes else None)
         updates, wide = inner.update(updates, wide, params, **extra_args)
         inner_state = with_measurements_of(wide, state.inner_state)
@@ -251,7 +249,7 @@ def _store(
             )
         return kept
 
-    return jax.tree.map(keep, state, is_leaf=_trees.is_box)
+    return jax.tree.map(keep, state, is_leaf=_flax.is_box)
 
 
 def _require_sound_rounding(

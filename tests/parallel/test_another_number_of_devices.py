@@ -17,8 +17,8 @@ from tests.helpers import QUICKLY, assert_same_bits, stepper
 
 pytestmark = pytest.mark.optax_promotion
 
-TX = mpx.mixed_precision(optax.adamw(1e-2), "bf16-split24-8bit", key=jax.random.key(0))
-
+RULE = optax.adamw(1e-2)
+TX = mpx.mixed_precision(RULE, "bf16-split24-8bit", key=jax.random.key(0))
 
 ROWS = {
     "up": ((64, 1024), P("data")),
@@ -43,12 +43,13 @@ def started(model=ROWS):
 
 
 def on(mesh, shapes):
-    spec_of = lambda shape: (
-        shape.sharding.spec if isinstance(shape.sharding, NamedSharding) else P()
-    )
-    return jax.tree.map(
-        lambda shape: shape.update(sharding=NamedSharding(mesh, spec_of(shape))), shapes
-    )
+    def sharding_of(shape):
+        spec = shape.sharding.spec if isinstance(shape.sharding, NamedSharding) else P()
+        divided = [size for size, axis in zip(shape.shape, spec, strict=False) if axis]
+        is_even = all(size % mesh.size == 0 for size in divided)
+        return NamedSharding(mesh, spec if is_even else P())
+
+    return jax.tree.map(lambda shape: shape.update(sharding=sharding_of(shape)), shapes)
 
 
 def by_standard_checkpointer(folder, run, shapes):
@@ -176,3 +177,47 @@ def test_where_explicit_axes_divide_a_block_shapes_are_those_of_the_first_mesh(
     }
     assert scales == {8: (64, 72), 1: (64, 9)}
     moved(tmp_path, "explicit", COLUMNS, (8, 1, 4), shapes[8])
+
+
+OTHERS = [
+    mpx.mixed_precision(rule, recipe, key=jax.random.key(0))
+    for rule, recipe in (
+        (optax.lion(1e-2), "bf16-split24-8bit"),
+        (RULE, "bf16-split24-4bit"),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "blocks"), [(8, 4, 64), (8, 1, 256), (4, 8, 32)]
+)
+def test_convert_state_takes_blocks_of_another_number_of_devices(
+    before, after, blocks, tmp_path
+):
+    """Decoded as they are, and in blocks of the mesh of now; a state of another rule or
+    format is none of `tx`: the control.
+    """
+    with jax.set_mesh(mesh_of(before)):
+        params, state = started(COLUMNS)
+        w = params["w"]
+        grads = jnp.linspace(-1, 1, w.size).reshape(w.shape)
+        grads = {"w": jax.sharding.reshard(grads, P(None, "data"))}
+        ocp.save(tmp_path / "run", step(params, state, grads))
+    with jax.sharding.use_abstract_mesh(mesh_of(before).abstract_mesh):
+        shapes = jax.eval_shape(lambda: started(COLUMNS))
+    moments = lambda state: [optax.tree.get(state, name)["w"] for name in ("mu", "nu")]
+    with jax.set_mesh(mesh := mesh_of(after)):
+        params, state = ocp.load(tmp_path / "run", on(mesh, shapes))
+        new_tx = mpx.mixed_precision(RULE, "bf16-split")
+        in_float32 = moments(mpx.convert_state(params, state, TX, new_tx)[1])
+        _, here = mpx.convert_state(params, state, TX, TX)
+        typed = jax.tree.map(jax.typeof, (params, here))
+        assert typed == jax.tree.map(jax.typeof, started(COLUMNS))
+        assert jax.tree.map(jax.typeof, step(params, here, params)) == typed
+        for other in OTHERS:
+            with pytest.raises(ValueError, match="is not a state of `tx`"):
+                mpx.convert_state(params, state, other, TX)
+    for wide, new, old in zip(in_float32, moments(here), moments(state), strict=True):
+        assert new.format.block_size == blocks != old.format.block_size
+        assert_same_bits(np.asarray(wide), np.asarray(old.decode()))
+        np.testing.assert_allclose(new.decode(), wide, rtol=0.1, atol=1e-5)
