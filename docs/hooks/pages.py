@@ -97,4 +97,4 @@ def _included(match: re.Match[str], up: str) -> str:
                 f"`{match['file']}` has no section {match['heading']!r}, which a page includes."
             )
         text = section[1]
-    return text.replace("](docs/", f"]({up}")
+    return re.sub(r"\]\((\.\./)?docs/", f"]({up}", text)
