@@ -185,9 +185,7 @@ def master_weights(
         )
         return updates, MasterWeightsState(stored, inner_state, next_key)
 
-    return FinalUpdates.of(
-        optax.GradientTransformationExtraArgs(init_fn, update_fn), "master_weights"
-    )
+    return FinalUpdates.of((init_fn, update_fn), "master_weights")
 
 
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
