@@ -295,11 +295,12 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
                 f"{wanted}, but it returned {_trees.dtype_and_shape(result)}."
             )
     loss, aux = result if has_aux else (result, None)
-    array = jnp.asarray(loss) if jax.tree_util.all_leaves([loss]) else loss
-    if jnp.shape(array) != () or not jnp.issubdtype(array.dtype, jnp.floating):
+    array = jnp.asarray(loss) if jax.tree_util.all_leaves([loss]) else None
+    if array is None or array.ndim or not jnp.issubdtype(array.dtype, jnp.floating):
+        shown = _trees.dtype_and_shape(loss if array is None else array)
         raise TypeError(
-            f"{wanted}, but its loss is {_trees.dtype_and_shape(array)}. For a pair"
-            " (loss, aux) give `has_aux=True`."
+            f"{wanted}, but its loss is {shown}. For a pair (loss, aux) give"
+            " `has_aux=True`."
         )
     return array, aux
 

@@ -219,7 +219,7 @@ def _checked(
         return any(map(_trees.is_narrower, jax.tree.leaves(tree)))
 
     def as_stored(tree):
-        return policy.cast_to(np.dtype(policy.param_dtype), tree)
+        return policy.cast_to(policy.param_dtype, tree)
 
     def is_uncast(params):
         return not narrow(params) and narrow(as_stored(_trees.shapes_of(params)))

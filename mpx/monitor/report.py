@@ -128,7 +128,7 @@ class UnderflowReport(Result):
             f"Gradients in {self.dtype}: {np.sum(counts):,} nonzero, {zeros:,} zero,"
             f" {nonfinite:,} infinite or NaN"
         )
-        lines = [("scale", "become zero", "subnormal", "infinite")]
+        lines: list[Any] = [("scale", "become zero", "subnormal", "infinite")]
         for s in self.shares:
             shares = map(_percent, (s.zero, s.subnormal, s.infinite))
             lines.append((_scale_name(s.scale), *shares))
