@@ -17,15 +17,10 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.typing import DTypeLike
 
 from mpx import _trees
-from mpx._errors import is_integer, not_differentiable, require_one_of
+from mpx._errors import is_integer, require_one_of
 from mpx._jaxprs import is_literal, with_source_of
 from mpx._shardings import parts_at
 from mpx._stored.state_format import Cast, StateFormat, placed_by_xla
-
-_NO_DERIVATIVE = (
-    "`checkpoint`: codes have no derivative, and a gradient has. Use `jax.checkpoint`"
-    " there."
-)
 
 
 def checkpoint(
@@ -126,7 +121,8 @@ def _divided(
     """
     (x,), format = eqn.invars, eqn.params["format"]
     # One around it keeps less.
-    if unknown[0] or saveable(_kept, x.aval, **eqn.params) is not True:
+    keeps = format is not None and saveable(_kept, x.aval, **eqn.params) is True
+    if unknown[0] or not keeps:
         first = None if unknown[0] else eqn
         kept = [] if in_backward[0] or is_literal(x) else [x]
         return first, eqn, unknown, [True], kept
@@ -160,7 +156,7 @@ def _coders(
             encode, decode = jax.vmap(encode), jax.vmap(decode)
 
     def encoded(x):
-        x = not_differentiable(x, _NO_DERIVATIVE).astype(np.float32)
+        x = _kept.bind(x, format=None).astype(np.float32)
         return placed_by_xla(encode, x, None)
 
     def decoded(*codes):
@@ -169,14 +165,23 @@ def _coders(
     return encoded, decoded
 
 
-def _derivative(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    return _kept.bind(*primals, **params), tangents[0]
+def _derivative(
+    primals: Any, tangents: Any, format: StateFormat | None
+) -> tuple[Any, Any]:
+    if format is None:
+        raise TypeError(
+            "`checkpoint`: codes have no derivative, and a gradient has. Use"
+            " `jax.checkpoint` there."
+        )
+    return _kept.bind(*primals, format=format), tangents[0]
 
 
 def _batched(operands: Any, at: Any, **params: Any) -> tuple[Any, int]:
     return _kept.bind(jnp.moveaxis(operands[0], at[0], 0), **params), 0
 
 
+# `format` is None where it is encoded, to see who differentiates that: JAX drops custom
+# derivatives in loops on the way to the second derivative.
 _kept = Primitive("kept_between_passes")
 _kept.def_impl(lambda x, **_: x)
 _kept.def_abstract_eval(lambda x, **_: x)

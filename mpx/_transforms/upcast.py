@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
@@ -166,11 +165,7 @@ def stable_state(state: T, params: Any) -> T:
     def stable(leaf):
         if isinstance(leaf, (bool, int, float)) or getattr(leaf, "weak_type", False):
             return lax.convert_element_type(leaf, jnp.asarray(leaf).dtype)
-        if (
-            id(leaf) in taken
-            and isinstance(leaf, jax.Array)
-            and not isinstance(leaf, Tracer)
-        ):
+        if id(leaf) in taken and isinstance(leaf, jax.Array):
             return jnp.array(leaf, copy=True)
         taken.add(id(leaf))
         return leaf
