@@ -121,8 +121,8 @@ def _divided(
     """
     (x,), format = eqn.invars, eqn.params["format"]
     # One around it keeps less.
-    keeps = format is not None and saveable(_kept, x.aval, **eqn.params) is True
-    if unknown[0] or not keeps:
+    is_saved = saveable(_kept, x.aval, **eqn.params) is True
+    if unknown[0] or format is None or not is_saved:
         first = None if unknown[0] else eqn
         kept = [] if in_backward[0] or is_literal(x) else [x]
         return first, eqn, unknown, [True], kept

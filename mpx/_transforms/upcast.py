@@ -68,7 +68,7 @@ def run_in_float32(
     def init_fn(params):
         wide = upcast_tree(params, dtype)
         state = inner.init(wide)
-        require_no_rounding_inside(state, params, dtype, caller)
+        _require_no_rounding_inside(state, params, dtype, caller)
         return stable_state(state, wide)
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -93,7 +93,7 @@ def run_in_float32(
     )
 
 
-def require_no_rounding_inside(
+def _require_no_rounding_inside(
     state: Any, params: Any, dtype: np.dtype, caller: str
 ) -> None:
     """Raise if what rounds for 16-bit parameters stands inside a wrapper that hides
