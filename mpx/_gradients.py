@@ -29,8 +29,8 @@ _TRANSFORMS = (
     " differentiated as one argument, and the rest as another."
 )
 
-# Of a function, beside its scaled loss: the loss and what gradients lack of the scale.
-_Outcome = collections.namedtuple("_Outcome", ("loss", "aux", "rest"))
+# Of a function, beside its scaled loss.
+_Outcome = collections.namedtuple("_Outcome", ("loss", "aux"))
 
 
 def value_and_grad(
@@ -151,7 +151,7 @@ def value_and_grad(
             )
             current.warn(lambda: _program_of(call, viewed.args, viewed.kwargs))
         # `jax.grad` and others like it return the gradients in front.
-        grads, (loss, aux, rest) = (
+        grads, (loss, aux) = (
             (first, second) if isinstance(second, _Outcome) else (second, first[1])
         )
         # A view that no autocast function took: its gradient came through the
@@ -164,6 +164,8 @@ def value_and_grad(
             _require_scale(
                 loss_scale, "parameters are float16, and so are their gradients"
             )
+        # Not a result of the function: a transformation may map it over examples.
+        _, rest = _seed_and_rest(loss_scale, loss.dtype)
         grads = _named(_in_dtype(grads, dtype, rest), loss_scale)
         # Else a parameter may have uses that nobody sees.
         if is_as_computed and rest is None and record is not None:
@@ -273,8 +275,8 @@ def _scaled(
         loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
         if loss.dtype == np.float16:
             _require_scale(loss_scale, "the loss is float16")
-        seed, rest = _seed_and_rest(loss_scale, loss.dtype)
-        return _trees.at_least_float32(loss) * seed, _Outcome(loss, aux, rest)
+        seed, _ = _seed_and_rest(loss_scale, loss.dtype)
+        return _trees.at_least_float32(loss) * seed, _Outcome(loss, aux)
 
     return scaled
 

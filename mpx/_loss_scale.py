@@ -76,7 +76,7 @@ class LossScale:
             export.register_pytree_node_serialization(
                 cls,
                 serialized_name=f"mpx.{cls.__name__}",
-                serialize_auxdata=_structure_as_bytes,
+                serialize_auxdata=lambda structure: json.dumps(structure).encode(),
                 deserialize_auxdata=_structure_from_bytes,
             )
 
@@ -129,10 +129,6 @@ def _unflatten(kind: type, structure: Any, leaves: Any) -> Any:
     vars(value).update(numbers, **{_LEAVES: names})
     vars(value).update(zip(names, leaves, strict=True))
     return value
-
-
-def _structure_as_bytes(structure: Hashable) -> bytes:
-    return json.dumps(structure).encode()
 
 
 def _structure_from_bytes(data: bytes) -> Hashable:

@@ -117,7 +117,12 @@ def mixed_precision(
     moments = recipe.moments if recipe else None
     of_moments = None
     if recipe is not None and recipe.rounds_at_random:
-        key, of_moments = _two_keys(key, policy)
+        if key is None:
+            raise ValueError(
+                f"`mixed_precision`: the recipe {policy.recipe!r} rounds at random and"
+                " needs a PRNG key; add `key=jax.random.key(0)`."
+            )
+        key, of_moments = jax.random.split(_errors.one_key(key, "mixed_precision"))
     if recipe is not None and weights not in ("split24", "stochastic"):
         key = None  # so that the name of the recipe is all that changes
     if moments is not None:
@@ -271,16 +276,6 @@ def _cast_variables(params: Any, cast: Callable[[Any], Any]) -> None:
                 " nnx.Param)))`; or put this around the wrapper."
             )
         variable.set_value(value)
-
-
-def _two_keys(key: jax.Array | None, policy: Policy) -> jax.Array:
-    """Return a key for the weights and one for the moments; raise without a key."""
-    if key is None:
-        raise ValueError(
-            f"`mixed_precision`: the recipe {policy.recipe!r} rounds at random and"
-            " needs a PRNG key; add `key=jax.random.key(0)`."
-        )
-    return jax.random.split(_errors.one_key(key, "mixed_precision"))
 
 
 def _require_use(policy: Policy, **uses: tuple[Any, Any, str]) -> None:

@@ -116,8 +116,7 @@ def check_chain(
     inputs = [Value(GRADIENT) for _ in jax.tree.leaves(grads)]
     inputs += [Value(OLD) for _ in jax.tree.leaves(state)]
     results, received, _ = followed(program, inputs)
-    _require_linear_gradients(received[SCALED])
-    _require_no_sums(received[UNSCALED])
+    _require_linear_gradients(received[SCALED], received[UNSCALED])
     leaves = _trees.leaves_by_path(updates)
     histories = {
         path: value
@@ -365,22 +364,13 @@ def _require_masters(tx: optax.GradientTransformation, params: Any) -> None:
         )
 
 
-def _require_no_sums(received: Sequence[Value]) -> None:
-    """Raise if something in front of a scale of 1 adds gradients up over steps."""
-    if any(value.is_summed for value in received):
-        raise ValueError(
-            "`check_chain`: gradients reach `loss_scaling` as a mean over steps, which"
-            " never loses a NaN, so that every later step is skipped. Put it inside:"
-            " `loss_scaling(optax.MultiSteps(...))`."
-        )
-
-
-def _require_linear_gradients(received: Sequence[Value]) -> None:
+def _require_linear_gradients(
+    scaled: Sequence[Value], unscaled: Sequence[Value]
+) -> None:
     """Raise if something in front of `loss_scaling` is not linear in the gradients, or
-    adds them up over steps.
+    in front of a scale of 1 adds them up over steps.
     """
-    changed = [value for value in received if value.origin == GRADIENT]
-    by = _leading(changed).changed_by
+    by = _leading([value for value in scaled if value.origin == GRADIENT]).changed_by
     if by:
         raise ValueError(
             f"`check_chain`: gradients reach `loss_scaling` scaled, but `{by}` in front"
@@ -388,6 +378,12 @@ def _require_linear_gradients(received: Sequence[Value]) -> None:
             " mean over steps never loses a NaN (or, if it skips those, the scale"
             " never sees one, and never shrinks). Put it inside:"
             " `loss_scaling(optax.chain(...))`, `loss_scaling(optax.MultiSteps(...))`."
+        )
+    if any(value.is_summed for value in unscaled):
+        raise ValueError(
+            "`check_chain`: gradients reach `loss_scaling` as a mean over steps, which"
+            " never loses a NaN, so that every later step is skipped. Put it inside:"
+            " `loss_scaling(optax.MultiSteps(...))`."
         )
 
 
