@@ -9,6 +9,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, overload
 
 import optax
 
+from mpx._errors import hint_to_call, is_transformation
+
 P = ParamSpec("P")
 
 
@@ -46,9 +48,9 @@ class FinalUpdates(optax.GradientTransformationExtraArgs):
     name: str = ""
 
     @classmethod
-    def of(cls, tx: optax.GradientTransformation, name: str) -> Any:
-        """Return a transformation as one that stands last, under the name of the
-        function that made it.
+    def of(cls, tx: tuple[Any, Any], name: str) -> Any:
+        """Return a transformation, its `init` and `update`, as one that stands last,
+        under the name of the function that made it.
         """
         last = cls(*tx)
         last.name = name
@@ -79,14 +81,10 @@ def element(
         first = args[0] if args else ""
         # A function is a rule that was not called, and a number its learning rate: the
         # wrapper refuses both in words.
-        is_rule = (
-            _is_rule(first)
-            or inspect.isroutine(first)
-            or isinstance(first, (float, type(None)))
-        )
-        if is_rule or "inner" in kwargs:
+        is_meant = inspect.isroutine(first) or isinstance(first, float | None)
+        if is_meant or is_transformation(first) or "inner" in kwargs:
             return wrapper(*args, **kwargs)
-        if any(map(_is_rule, args)):
+        if any(map(is_transformation, args)):
             raise TypeError(
                 f"`{wrapper.__name__}` takes the rule first:"
                 f" `mpx.{wrapper.__name__}(rule, ...)`."
@@ -142,9 +140,8 @@ def chain(
         raise ValueError("`mpx.chain` needs an element, such as `optax.adamw(1e-3)`.")
     _require_order(elements)
     rules: list[Any] = []  # what the next element wraps
-    last: list[
-        Any
-    ] = []  # what stays outside of an element that gives its rules float32 parameters
+    # What stays outside of an element that gives its rules float32 parameters.
+    last: list[Any] = []
     for x in reversed(elements):
         if isinstance(x, FinalUpdates):
             last = [x]
@@ -157,76 +154,15 @@ def chain(
     return optax.with_extra_args_support(_joined([*rules, *last]))
 
 
-# From the first to stand in a chain to the last. Elements of one rank exclude each
-# other.
-_RANKS = {"zero1": 0, "loss_scaling": 1, "mixed_precision": 1, "master_weights": 2}
 # What these wrap keeps its 16-bit parameters.
-_AROUND_FINAL_UPDATES = (
-    "zero1",
-    "loss_scaling",
+_AROUND_FINAL_UPDATES = ("zero1", "loss_scaling")
+# A chain has at most one element of each group.
+_EXCLUSIVE = (
+    ("mixed_precision", "master_weights", "kahan_summation", "stochastic_rounding"),
+    ("mixed_precision", "loss_scaling"),
+    ("zero1",),
 )
-_KEEP_WEIGHTS = (
-    "mixed_precision",
-    "master_weights",
-    "kahan_summation",
-    "stochastic_rounding",
-)
-
-
-def _joined(elements: Sequence[Any]) -> Any:
-    """Return a chain of transformations, or the only one itself: a chain of one would
-    nest its state in a tuple.
-    """
-    return elements[0] if len(elements) == 1 else optax.chain(*elements)
-
-
-def _require_order(elements: Sequence[Any]) -> None:
-    """Raise if the order cannot work, or if what stands at the end has nothing to
-    wrap.
-    """
-    names = [_named(x, i, len(elements)) for i, x in enumerate(elements)]
-    keepers = [
-        name
-        for x, name in zip(elements, names, strict=True)
-        if getattr(x, "name", "") in _KEEP_WEIGHTS
-    ]
-    for i, x in enumerate(elements):
-        if isinstance(x, FinalUpdates) and i < len(elements) - 1:
-            raise ValueError(
-                f"`mpx.chain`: {names[i]} must stand last: it chooses the final"
-                " updates, and nothing may change them. Put what stands behind it in"
-                " front of it or inside."
-            )
-    if len(keepers) > 1:
-        raise ValueError(
-            f"`mpx.chain`: {keepers[0]} and {keepers[1]} exclude each other; keep one"
-            " of them."
-        )
-    for i, x in enumerate(elements):
-        if not isinstance(x, Element):
-            continue
-        behind = elements[i + 1 :]
-        if not behind or (
-            isinstance(behind[0], FinalUpdates) and x.name not in _AROUND_FINAL_UPDATES
-        ):
-            raise ValueError(
-                f"`mpx.chain`: {names[i]} wraps the rules behind it, but none stands"
-                " there."
-            )
-        for j in range(i if x.name in _RANKS else 0):
-            rank = _RANKS.get(getattr(elements[j], "name", ""), len(_RANKS))
-            if rank == _RANKS[x.name]:
-                raise ValueError(
-                    f"`mpx.chain`: {names[j]} and {names[i]} exclude each other; keep"
-                    " one of them."
-                )
-            if rank > _RANKS[x.name]:
-                raise ValueError(
-                    f"`mpx.chain`: {names[j]} must stand behind {names[i]},"
-                    f" {_WHY[x.name]}."
-                )
-
-
+# Why it stands in front of others, from the first to stand in a chain to the last.
 _WHY = {
     "zero1": "which shards the state of everything else",
     "loss_scaling": (
@@ -241,24 +177,60 @@ _WHY = {
 }
 
 
-def _is_rule(x: Any) -> bool:
-    return hasattr(x, "init") and hasattr(x, "update")
+def _joined(elements: Sequence[Any]) -> Any:
+    """Return a chain of transformations, or the only one itself: a chain of one would
+    nest its state in a tuple.
+    """
+    return elements[0] if len(elements) == 1 else optax.chain(*elements)
+
+
+def _require_order(elements: Sequence[Any]) -> None:
+    """Raise if the order cannot work, or if what stands at the end has nothing to
+    wrap.
+    """
+    names = [_named(x, i, len(elements)) for i, x in enumerate(elements)]
+    own_names = [getattr(x, "name", "") for x in elements]
+    for x, name in zip(elements[:-1], names, strict=False):
+        if isinstance(x, FinalUpdates):
+            raise ValueError(
+                f"`mpx.chain`: {name} must stand last: it chooses the final"
+                " updates, and nothing may change them. Put what stands behind it in"
+                " front of it or inside."
+            )
+    for group in _EXCLUSIVE:
+        found = [f"`{name}`" for name in own_names if name in group]
+        if len(found) > 1:
+            raise ValueError(
+                f"`mpx.chain`: {found[0]} and {found[1]} exclude each other; keep one"
+                " of them."
+            )
+    ranks = [[*_WHY, name].index(name) for name in own_names]
+    for i, x in enumerate(elements):
+        if not isinstance(x, Element):
+            continue
+        behind = elements[i + 1 :]
+        if not behind or (
+            isinstance(behind[0], FinalUpdates) and x.name not in _AROUND_FINAL_UPDATES
+        ):
+            raise ValueError(
+                f"`mpx.chain`: {names[i]} wraps the rules behind it, but none stands"
+                " there."
+            )
+        for rank, name in zip(ranks[:i], names, strict=False):
+            if rank > ranks[i]:
+                raise ValueError(
+                    f"`mpx.chain`: {name} must stand behind {names[i]}, {_WHY[x.name]}."
+                )
 
 
 def _named(x: Any, i: int, count: int) -> str:
     """Return how an error names an element."""
-    if isinstance(x, Element):
+    if isinstance(x, (Element, FinalUpdates)):
         return f"`{x.name}`"
-    if not _is_rule(x):
-        hint = (
-            " Call it with its settings first, as in `optax.adamw(1e-3)`."
-            if callable(x)
-            else ""
-        )
+    place = f"element {i + 1} of {count}"
+    if not is_transformation(x):
         raise TypeError(
             "`mpx.chain` needs Optax transformations and elements of mpx, but got"
-            f" {type(x).__name__} as element {i + 1} of {count}.{hint}"
+            f" {type(x).__name__} as {place}.{hint_to_call(x)}"
         )
-    return (
-        f"`{x.name}`" if isinstance(x, FinalUpdates) else f"element {i + 1} of {count}"
-    )
+    return place

@@ -25,11 +25,8 @@ def warn(text: str) -> None:
     """Warn at the line of the user's code, not at one of mpx or of a library that calls
     it.
     """
-    level, frame, libraries = (
-        2,
-        sys._getframe(1),
-        ("mpx", "jax", "flax", "equinox", "optax", "contextlib"),
-    )
+    libraries = {"mpx", "jax", "flax", "equinox", "optax", "contextlib"}
+    level, frame = 2, sys._getframe(1)
     while (
         frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in libraries
     ):
@@ -112,20 +109,24 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
     if isinstance(inner, optax.MultiSteps):
         update: Any = inner.update
         inner = optax.GradientTransformationExtraArgs(inner.init, update)
-    if not (
-        callable(getattr(inner, "init", None))
-        and callable(getattr(inner, "update", None))
-    ):
-        hint = (
-            " Call it with its settings first, as in `optax.adamw(1e-3)`."
-            if callable(inner)
-            else ""
-        )
+    if not is_transformation(inner):
         raise TypeError(
             f"`{caller}` needs an Optax gradient transformation, but got"
-            f" {type(inner).__name__}.{hint}"
+            f" {type(inner).__name__}.{hint_to_call(inner)}"
         )
     return optax.with_extra_args_support(inner)
+
+
+def is_transformation(x: Any) -> bool:
+    """Return whether this is a gradient transformation of Optax."""
+    return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
+
+
+def hint_to_call(given: Any) -> str:
+    """Return what to do with a function that stands where a transformation should."""
+    if not callable(given):
+        return ""
+    return " Call it with its settings first, as in `optax.adamw(1e-3)`."
 
 
 def with_checked_shapes(
@@ -270,15 +271,15 @@ def mismatches(
     def shown(tree, path):
         return show(tree[path]) if path in tree else "nothing"
 
-    in_one = [
-        path for path in {**wanted, **got} if path not in wanted or path not in got
-    ]
-    in_both = [
-        path for path in wanted if path in got and not fit(wanted[path], got[path])
+    both = wanted.keys() & got.keys()
+    wrong = [
+        path
+        for path in {**wanted, **got}
+        if path not in both or not fit(wanted[path], got[path])
     ]
     return {
         path: f"{shown(got, path)}, but {but} {shown(wanted, path)}"
-        for path in in_one + in_both
+        for path in sorted(wrong, key=both.__contains__)
     }
 
 
@@ -295,9 +296,7 @@ def require_same_shapes(
     def is_absent(x):
         return x is None or _trees.is_masked(x)
 
-    found = _trees.leaves_by_path(updates, is_absent)
-    got = {path: x for path, x in found.items() if not is_absent(x)}
-    absent = found.keys() - got.keys()
+    absent, got = _places(updates, is_absent), _trees.leaves_by_path(updates)
     wanted = {
         path: p
         for path, p in _trees.leaves_by_path(params).items()
@@ -322,12 +321,7 @@ def require_gradients(grads: Any, params: Any, caller: str) -> None:
     """Raise if a gradient is None although there is a parameter; most rules cannot tell
     what to do with that.
     """
-    absent = {
-        path
-        for path, g in _trees.leaves_by_path(grads, lambda x: x is None).items()
-        if g is None
-    }
-    leaves = _trees.leaves_by_path(params)
+    absent, leaves = _places(grads), _trees.leaves_by_path(params)
     wrong = {path: "None" for path in leaves if not absent.isdisjoint(_leading(path))}
     what = f"`{caller}`: {len(wrong)} of {len(leaves)} parameters have no gradient"
     remedy = (
@@ -335,6 +329,13 @@ def require_gradients(grads: Any, params: Any, caller: str) -> None:
         " `optax.partition`."
     )
     refuse(wrong, what, remedy, params)
+
+
+def _places(
+    tree: Any, of: Callable[[Any], bool] = lambda x: x is None
+) -> set[_trees.Path]:
+    """Return the paths of the nodes that stand in the place of what is absent."""
+    return {path for path, x in _trees.leaves_by_path(tree, of).items() if of(x)}
 
 
 def _leading(path: _trees.Path) -> list[_trees.Path]:
@@ -345,11 +346,7 @@ def trained(params: T, grads: Any) -> T:
     """Replace by None what has no floating numbers and no gradient: some trainers give
     modules, functions and all.
     """
-    absent = {
-        path
-        for path, g in _trees.leaves_by_path(grads, lambda x: x is None).items()
-        if g is None
-    }
+    absent = _places(grads)
 
     def keep(path, p):
         return p if _trees.is_inexact(p) or path not in absent else None

@@ -23,7 +23,6 @@ from mpx._loss_scale import GRADIENTS, LossScale, NoOpLossScale, require_powers_
 # A cotangent above 65504 has no float16 value: a float16 loss is differentiated with at
 # most this seed.
 _LARGEST_F16_SEED = np.float32(2.0**15)
-_AS_COMPUTED = "as_computed"
 _TRANSFORMS = (
     "For a Flax NNX model pass `transform=nnx.value_and_grad`, for an Equinox model"
     " `transform=eqx.filter_value_and_grad`. Otherwise pass what is to be"
@@ -105,64 +104,48 @@ def value_and_grad(
         >>> loss, grads
         (Array(5., dtype=float16), Array([2048., 4096.], dtype=float32))
     """
-    loss_scale = (
-        NoOpLossScale(skips_bad_steps=False) if loss_scale is None else loss_scale
-    )
+    if loss_scale is None:
+        loss_scale = NoOpLossScale(skips_bad_steps=False)
     require_powers_of_two(loss_scale, "value_and_grad")
     record = autocast_of(_without_jit(fun))
     if record is not None and record.needs_a_scale:
         _require_scale(loss_scale, "the function computes in float16")
     # None asks for what JAX gives: the function's own parameters, and no view of them.
-    record = None if grad_dtype is None else record
-    is_as_computed = isinstance(grad_dtype, str) and grad_dtype == _AS_COMPUTED
+    if grad_dtype is None:
+        record = None
+    is_as_computed = grad_dtype == "as_computed"
     # None: each gradient keeps its argument's.
     dtype = None if record is None else np.dtype(np.float32)
-    if grad_dtype is not None and not is_as_computed:
+    if not is_as_computed:
         dtype = _errors.floating_dtype(
-            grad_dtype, "`value_and_grad`: `grad_dtype`", f"{_AS_COMPUTED!r} or None"
+            grad_dtype, "`value_and_grad`: `grad_dtype`", "'as_computed' or None"
         )
-
-    def scaled_loss(call, *args, **kwargs):
-        loss, aux = _loss_and_aux(call(*args, **kwargs), has_aux)
-        if loss.dtype == np.float16:
-            _require_scale(loss_scale, "the loss is float16")
-        return _trees.at_least_float32(loss) * _seed_and_rest(loss_scale, loss.dtype)[
-            0
-        ], _Outcome(loss, aux)
-
+    # Where one autocast function has all uses of a parameter, its gradient is rounded
+    # where it is complete.
+    early = dtype if record is not None and dtype == jnp.bfloat16 else None
     # Not all transforms take `argnums` (Equinox's do not), and none needs to be told
     # the default.
-    is_default = argnums == 0 and isinstance(argnums, int)
-    options = ({} if is_default else {"argnums": argnums}) | (
-        {"allow_int": True} if allow_int else {}
-    )
+    options = {} if argnums == 0 else {"argnums": argnums}
+    if allow_int:
+        options["allow_int"] = True
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
+        positions = _positions(args, argnums)
         # Of no other is it known what it differentiates.
         if transform is jax.value_and_grad and not allow_int:
-            _require_differentiable(args, argnums)
-        positions = [] if grad_dtype is None else _positions(args, argnums)
-        dtypes = [
-            x.dtype if is_parameter else None
-            for x, is_parameter in _leaves_at(positions, args, kwargs)
-        ]
-        # Where one autocast function has all uses of a parameter, its gradient is
-        # rounded where it is complete.
-        early = dtype if record is not None and dtype == jnp.bfloat16 else None
-        viewed = in_place.copy_with(args, kwargs, _in_float32(positions, args, kwargs))
+            _require_differentiable(args, positions)
+        leaves, dtypes = _in_float32(
+            [] if grad_dtype is None else positions, args, kwargs
+        )
+        viewed = in_place.copy_with(args, kwargs, leaves)
         with differentiating(
             lambda: _require_scale(loss_scale, "a function inside computes in float16")
         ) as current:
             call, views = _on_parameters(
-                fun,
-                dtypes,
-                transform,
-                current.views,
-                _has_tracers((args, kwargs)),
-                early,
+                fun, dtypes, transform, current.views, _has_tracers(leaves), early
             )
-            scaled = functools.partial(scaled_loss, call)
+            scaled = _scaled(call, has_aux, loss_scale)
             first, second = transform(scaled, has_aux=True, **options)(
                 *viewed.args, **viewed.kwargs
             )
@@ -173,9 +156,7 @@ def value_and_grad(
         )
         # A view that no autocast function took: its gradient came through the
         # parameter, in the dtype of that.
-        rounded = [
-            view.narrow for view in views if view is not None and not view.rounded_to
-        ]
+        rounded = [view.narrow for view in views if view and not view.rounded_to]
         if any(
             _trees.is_floating(x) and x.dtype == np.float16
             for x in [*rounded, *jax.tree.leaves(grads)]
@@ -183,12 +164,9 @@ def value_and_grad(
             _require_scale(
                 loss_scale, "parameters are float16, and so are their gradients"
             )
+        # Not a result of the function: a transformation may map it over examples.
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
-        if rest is not None:
-            grads = jax.tree.map(
-                lambda g: _multiplied(g, rest, keep_dtype=dtype is None), grads
-            )
-        grads = _named(_in_dtype(grads, dtype), loss_scale)
+        grads = _named(_in_dtype(grads, dtype, rest), loss_scale)
         # Else a parameter may have uses that nobody sees.
         if is_as_computed and rest is None and record is not None:
             grads = _narrowed_without_loss(grads, args, argnums, views)
@@ -224,15 +202,15 @@ def grad(
         >>> grad(lambda w: w**2)(jnp.bfloat16(3))
         Array(6., dtype=float32)
     """
-    make = functools.partial(
-        value_and_grad,
+    with_value = value_and_grad(
         fun,
         loss_scale,
         argnums=argnums,
         has_aux=has_aux,
         allow_int=allow_int,
+        grad_dtype=grad_dtype,
+        transform=transform,
     )
-    with_value = make(grad_dtype=grad_dtype, transform=transform)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
@@ -255,35 +233,52 @@ def _require_scale(loss_scale: LossScale, reason: str) -> None:
 
 
 def _positions(args: tuple[Any, ...], argnums: Any) -> list[int]:
-    """Return the positions of the differentiated arguments; the transform refuses a
-    missing one.
+    """Return the positions of the differentiated arguments, from the first; the
+    transform refuses a missing one.
     """
     given = argnums if isinstance(argnums, Sequence) else (argnums,)
     # Of `flax.nnx.DiffState`.
-    positions = [getattr(position, "argnum", position) for position in given]
-    return [position for position in positions if -len(args) <= position < len(args)]
+    numbers = [getattr(number, "argnum", number) for number in given]
+    return [i % len(args) for i in numbers if -len(args) <= i < len(args)]
 
 
-def _require_differentiable(args: tuple[Any, ...], argnums: Any) -> None:
+def _is_inexact(x: Any) -> bool:
+    """Return whether this is an array of real or complex numbers, of 8 bits too."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _require_differentiable(args: tuple[Any, ...], positions: list[int]) -> None:
     """Raise if an argument has leaves without gradients, and name them;
     `jax.value_and_grad` would not.
     """
-
-    def is_number(leaf):
-        return _trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-    for position in _positions(args, argnums):
+    for position in positions:
         wrong = {
             path: _trees.dtype_and_shape(leaf)
             for path, leaf in _trees.leaves_by_path(args[position]).items()
-            if not (is_number(leaf) or isinstance(leaf, (float, complex)))
+            if not (_is_inexact(leaf) or isinstance(leaf, (float, complex)))
         }
-        kind = type(args[position]).__name__
         what = (
-            f"`value_and_grad`: argument {position} ({kind}) has leaves without"
-            " gradients"
+            f"`value_and_grad`: argument {position} ({type(args[position]).__name__})"
+            " has leaves without gradients"
         )
         _errors.refuse(wrong, what, _TRANSFORMS, args[position], kind=TypeError)
+
+
+def _scaled(
+    fun: Callable[..., Any], has_aux: bool, loss_scale: LossScale
+) -> Callable[..., tuple[jax.Array, _Outcome]]:
+    """Return a function of the scaled loss, beside the loss and the auxiliary
+    result.
+    """
+
+    def scaled(*args, **kwargs):
+        loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
+        if loss.dtype == np.float16:
+            _require_scale(loss_scale, "the loss is float16")
+        seed, _ = _seed_and_rest(loss_scale, loss.dtype)
+        return _trees.at_least_float32(loss) * seed, _Outcome(loss, aux)
+
+    return scaled
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
@@ -302,11 +297,7 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
             )
     loss, aux = result if has_aux else (result, None)
     array = jnp.asarray(loss) if jax.tree_util.all_leaves([loss]) else None
-    if (
-        array is None
-        or array.shape != ()
-        or not jnp.issubdtype(array.dtype, jnp.floating)
-    ):
+    if array is None or array.ndim or not jnp.issubdtype(array.dtype, jnp.floating):
         shown = _trees.dtype_and_shape(loss if array is None else array)
         raise TypeError(
             f"{wanted}, but its loss is {shown}. For a pair (loss, aux) give"
@@ -333,31 +324,23 @@ def _seed_and_rest(
     return seed, scale / seed
 
 
-def _multiplied(g: Any, factor: jax.Array, keep_dtype: bool) -> Any:
-    if not (hasattr(g, "dtype") and jnp.issubdtype(g.dtype, jnp.inexact)):
-        return g
-    wide = _trees.at_least_float32(g)
-    product = wide * factor.astype(wide.dtype)
-    return product.astype(g.dtype) if keep_dtype else product
-
-
-def _in_dtype(grads: Any, dtype: np.dtype | None) -> Any:
-    """Cast real gradients of at most 32 bits, 8-bit floats included, which `cast_tree`
-    leaves alone.
+def _in_dtype(grads: Any, dtype: np.dtype | None, rest: jax.Array | None) -> Any:
+    """Multiply gradients by the rest of the loss scale, and cast real ones of at most
+    32 bits; None keeps their dtypes.
     """
+
+    def multiplied(g):
+        # 8-bit floats too, which `cast_tree` leaves alone.
+        if not _is_inexact(g) or (rest is None and g.dtype.itemsize > 1):
+            return g
+        wide = _trees.at_least_float32(g)
+        if rest is not None:
+            wide *= rest.astype(wide.dtype)
+        return wide.astype(g.dtype) if dtype is None else wide
+
+    grads = jax.tree.map(multiplied, grads)
     if dtype is None:
         return grads
-
-    def is_float8(g):
-        return (
-            hasattr(g, "dtype")
-            and jnp.issubdtype(g.dtype, jnp.floating)
-            and g.dtype.itemsize == 1
-        )
-
-    grads = jax.tree.map(
-        lambda g: _trees.at_least_float32(g) if is_float8(g) else g, grads
-    )
     return _trees.cast_tree(grads, dtype, which=lambda g: g.dtype.itemsize <= 4)
 
 
@@ -376,38 +359,27 @@ def _narrowed_without_loss(
     """Cast to 16 bits the gradients that one narrowed contraction computes, since it
     has rounded them already.
     """
-    rounded_to = [
-        view.rounded_to[0] if view and len(view.rounded_to) == 1 else None
-        for view in views
-    ]
-    leaves_of = [jax.tree.leaves(arg) for arg in args]
-    starts = np.cumsum([0, *map(len, leaves_of)])
+    # By names: the gradients of a Flax NNX model are a state, which has other key paths
+    # than the model. Two leaves of one name, such as of {"a/b": x, "a": {"b": y}}, stay
+    # wide.
+    names = _trees.path_names(args).values()
+    leaves = collections.Counter(names)
+    dtypes = {
+        name: view.rounded_to[0]
+        for name, view in zip(names, views, strict=False)
+        if view and len(view.rounded_to) == 1 and leaves[name] == 1
+    }
+    positions, are_several = _positions(args, argnums), isinstance(argnums, Sequence)
+    given = dict(zip(positions, grads if are_several else [grads], strict=True))
+    found = _trees.path_names(given)
 
-    def narrowed(position: int, of_argument: Any) -> Any:
-        # By names: the gradients of a Flax NNX model are a state, which has other key
-        # paths than the model. Two leaves of one name, such as of {"a/b": x, "a": {"b":
-        # y}}, stay wide.
-        names = _trees.path_names(args[position]).values()
-        pairs, leaves = (
-            zip(names, rounded_to[starts[position] :], strict=False),
-            collections.Counter(names),
-        )
-        dtypes = {name: dtype for name, dtype in pairs if leaves[name] == 1}
-        found = _trees.path_names(of_argument)
-        return jax.tree.map_with_path(
-            lambda path, g: (
-                g if dtypes.get(found[path]) is None else g.astype(dtypes[found[path]])
-            ),
-            of_argument,
-        )
+    def narrowed(path, g):
+        dtype = dtypes.get(found[path])
+        return g if dtype is None else g.astype(dtype)
 
-    if not isinstance(argnums, Sequence):
-        (position,) = _positions(args, argnums)
-        return narrowed(position % len(args), grads)
-    pairs = zip(_positions(args, argnums), grads, strict=True)
-    return type(grads)(
-        narrowed(position % len(args), of_argument) for position, of_argument in pairs
-    )
+    new = jax.tree.map_with_path(narrowed, given)
+    of_arguments = [new[position] for position in positions]
+    return type(grads)(of_arguments) if are_several else of_arguments[0]
 
 
 def _program_of(
@@ -418,7 +390,7 @@ def _program_of(
 
     def program(arrays):
         args, kwargs = put(arrays)
-        return [x for x in jax.tree.leaves(call(*args, **kwargs)) if _trees.is_array(x)]
+        return list(filter(_trees.is_array, jax.tree.leaves(call(*args, **kwargs))))
 
     return jax.make_jaxpr(program)(arrays)
 
@@ -438,40 +410,26 @@ def _has_tracers(tree: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def _leaves_at(
+def _in_float32(
     positions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[Any, bool]]:
-    """Return each leaf of the arguments, and whether it is a parameter that is
-    differentiated.
+) -> tuple[list[Any], list[np.dtype | None]]:
+    """Return the leaves of the arguments, with 16-bit parameters that are
+    differentiated viewed in float32, and the dtypes of these parameters.
     """
-    wanted = {position % len(args) for position in positions}
     leaves = [
-        (i in wanted, leaf)
+        (leaf, i in positions and _trees.is_floating(leaf))
         for i, arg in enumerate((*args, kwargs))
         for leaf in jax.tree.leaves(arg)
     ]
-    return [
-        (leaf, is_wanted and _trees.is_floating(leaf)) for is_wanted, leaf in leaves
-    ]
-
-
-def _in_float32(
-    positions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Any]:
-    """Return the leaves of the arguments, with 16-bit parameters that are
-    differentiated viewed in float32.
-    """
-    leaves = _leaves_at(positions, args, kwargs)
-    parameters = [
-        view_of(leaf) if is_parameter else None for leaf, is_parameter in leaves
-    ]
     wide = _trees.cast_tree(
-        parameters, jnp.float32, which=lambda leaf: leaf.dtype.itemsize == 2
+        [view_of(leaf) if is_parameter else None for leaf, is_parameter in leaves],
+        jnp.float32,
+        which=lambda leaf: leaf.dtype.itemsize == 2,
     )
-    return [
-        x if is_parameter else leaf
-        for x, (leaf, is_parameter) in zip(wide, leaves, strict=True)
-    ]
+    return (
+        [leaf if x is None else x for x, (leaf, _) in zip(wide, leaves, strict=True)],
+        [leaf.dtype if is_parameter else None for leaf, is_parameter in leaves],
+    )
 
 
 def _on_parameters(
@@ -488,16 +446,16 @@ def _on_parameters(
     A call fills the second result with an entry for each leaf of the arguments.
     """
     inner, views = _without_jit(fun), []
-    is_autocast = autocast_of(inner) is not None and any(dtypes)
     # Run what the user compiled: in line, operations would run one by one.
     if inner is not fun and not is_traced:
+        if autocast_of(inner):
+            dtypes = [None] * len(dtypes)
         inner = fun
-        dtypes = [None if is_autocast else dtype for dtype in dtypes]
 
     def call(*args, **kwargs):
         wide = jax.tree.leaves((args, kwargs))
         names = [
-            "/".join(name.split("/")[1:])
+            name.partition("/")[2]
             for name in _trees.path_names((args, kwargs)).values()
         ]
         narrow = list(map(parameter, wide, dtypes, names))
@@ -507,7 +465,7 @@ def _on_parameters(
             for dtype, x, y in zip(dtypes, narrow, wide, strict=True)
         ]
         given = in_place.copy_with(args, kwargs, narrow)
-        taken.update({id(view.narrow): view for view in views if view is not None})
+        taken.update({id(view.narrow): view for view in views if view})
         result = inner(*given.args, **given.kwargs)
         changes = given.changes()
         if transform is jax.value_and_grad:  # it hands no change of an argument back

@@ -87,24 +87,17 @@ class Policy:
     recipe: str | None = None
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "compute_dtype", "output_dtype"):
-            object.__setattr__(
-                self, field, _floating_dtype(getattr(self, field), field)
-            )
-        if self.reduce_dtype is not None:
-            object.__setattr__(
-                self, "reduce_dtype", _floating_dtype(self.reduce_dtype, "reduce_dtype")
-            )
+        for field in _FIELDS.values():
+            given: Any = getattr(self, field)
+            if given is not None or field != "reduce_dtype":
+                object.__setattr__(self, field, _floating_dtype(given, field))
         if not isinstance(self.overrides, Iterable):
             raise TypeError(
                 "`overrides` must be a tuple of pairs (pattern, dtype), but got"
                 f" {self.overrides!r}."
             )
-        object.__setattr__(
-            self,
-            "overrides",
-            tuple(_checked_override(entry) for entry in self.overrides),
-        )
+        overrides = tuple(map(_checked_override, self.overrides))
+        object.__setattr__(self, "overrides", overrides)
         if self.recipe is not None:
             self._require_policy_of(self.recipe)
         if self.fp8 is not None and not isinstance(self.fp8, Fp8):
@@ -131,13 +124,13 @@ class Policy:
                 f"`Policy.cast_to_param`: {text} Cast all parts of a model in one tree,"
                 " for whole paths."
             )
-        return self.cast_to(np.dtype(self.param_dtype), tree)
+        return self.cast_to(self.param_dtype, tree)
 
     def cast_to_compute(self, tree: T) -> T:
         """Cast a tree of parameters or inputs to the dtypes that the model computes in;
         see `cast_to_param`.
         """
-        return self.cast_to(np.dtype(self.compute_dtype), tree)
+        return self.cast_to(self.compute_dtype, tree)
 
     def cast_to_output(self, tree: T) -> T:
         """Cast a tree of results to the output dtype. Overrides apply to parameters
@@ -167,54 +160,38 @@ class Policy:
             w     (2, 3)  bfloat16  bfloat16     12
             total                                16
         """
-        names, statistics = _trees.path_names(tree), _flax.statistics(tree)
-        leaves = [
-            (names[path], leaf, path not in statistics)
-            for path, leaf in jax.tree.leaves_with_path(tree)
-        ]
         if text := self._overrides_without_a_leaf(tree):
             raise ValueError(f"`Policy.describe`: {text}")
-        rows, counted, total = [], set(), 0
-        for path, leaf, is_cast in leaves:
+        names, statistics = _trees.path_names(tree), _flax.statistics(tree)
+        lines: list[Any] = [("leaf", "shape", "stored", "compute", "bytes")]
+        counted, total = set(), 0
+        for path, leaf in jax.tree.leaves_with_path(tree):
             array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
             if array.dtype == object:  # a function, say
                 continue
             stored = compute = array.dtype
-            if is_cast and _trees.is_floating(array):
-                override = self.override_at(path)
-                stored = override or np.dtype(self.param_dtype)
+            if path not in statistics and _trees.is_floating(array):
+                override = self.override_at(names[path])
+                stored = override or self.param_dtype
                 # What can be a matrix of a product.
                 in_fp8 = self.fp8 is not None and array.ndim > 1
-                compute = override or (_FP8 if in_fp8 else np.dtype(self.compute_dtype))
+                compute = override or (_FP8 if in_fp8 else self.compute_dtype)
             size = 0 if id(leaf) in counted else bytes_of(stored, array.size)
             counted.add(id(leaf))
             total += size
-            rows.append(
-                (path, str(tuple(array.shape)), str(stored), str(compute), f"{size:,}")
-            )
-        header, footer = (
-            ("leaf", "shape", "stored", "compute", "bytes"),
-            (
-                "total",
-                "",
-                "",
-                "",
-                f"{total:,}",
-            ),
-        )
-        reduce_dtype = self.reduce_dtype
-        title = (
-            ""
-            if reduce_dtype is None
-            else f"Gradients are added up over devices in {np.dtype(reduce_dtype)}"
-        )
-        return str(_tables.Table(title, [header, *rows, footer]))
+            cells = (tuple(array.shape), stored, compute)
+            lines.append((names[path], *map(str, cells), f"{size:,}"))
+        lines.append(("total", "", "", "", f"{total:,}"))
+        title = ""
+        if self.reduce_dtype is not None:
+            title = f"Gradients are added up over devices in {self.reduce_dtype}"
+        return str(_tables.Table(title, lines))
 
     def __str__(self) -> str:
         """Return a string such as `p=bf16,c=bf16,o=full`, as jmp writes it;
         `get_policy` reads it back.
         """
-        return _text(self, [name[0] for name in _FIELDS], "full")
+        return policy_text(self, is_of_jmp=True)
 
     def _require_policy_of(self, recipe: str) -> None:
         """Raise unless a recipe of this name stores parameters as this policy does."""
@@ -230,7 +207,7 @@ class Policy:
                 " `mixed_precision` its options one by one."
             )
 
-    def cast_to(self, default: np.dtype, tree: T) -> T:
+    def cast_to(self, default: Any, tree: T) -> T:
         """Cast a tree of parameters to a dtype, or to that of the override that
         matches.
         """
@@ -258,14 +235,10 @@ class Policy:
         """Say which overrides match no floating leaf of a tree, and which paths come
         near; empty if there are none.
         """
-        names, statistics, leaves = (
-            _trees.path_names(tree),
-            _flax.statistics(tree),
-            _trees.leaves_by_path(tree),
-        )
+        names, statistics = _trees.path_names(tree), _flax.statistics(tree)
         paths = [
             names[path]
-            for path, leaf in leaves.items()
+            for path, leaf in jax.tree.leaves_with_path(tree)
             if path not in statistics and _trees.is_floating(leaf)
         ]
         useless = [
@@ -273,16 +246,17 @@ class Policy:
             for pattern, _ in self.overrides
             if not any(re.search(pattern, path) for path in paths)
         ]
+        if not useless:
+            return ""
 
         def near(path):
             return -difflib.SequenceMatcher(None, "|".join(useless), path).ratio()
 
-        text = (
+        return (
             f"no floating leaf's path matches {', '.join(map(repr, useless))}. An"
             " override is a regular expression searched in one of these:"
             f" {_errors.listed(sorted(paths, key=near), 8) or '(none)'}."
         )
-        return text if useless else ""
 
 
 def get_policy(
@@ -325,22 +299,22 @@ def get_policy(
         part.strip()
         for part in _AT_THE_TOP.sub(lambda found: found[1] or "\0", text).split("\0")
     )
+    if "=" not in text and first not in RECIPES:
+        dtype = _parse_dtype(text.strip(), text)
+        return Policy(dtype, dtype, dtype, overrides)
+    fields, own = _read_parts(others if first in RECIPES else [first, *others], text)
+    overrides = (*own, *overrides)
     if first in RECIPES:
-        fields, own = _read_parts(others, text)
         if "compute_dtype" in fields:
             fields.setdefault("fp8", None)
         of_recipe = get_policy(RECIPES[first].policy)
         return dataclasses.replace(
-            of_recipe, recipe=first, overrides=(*own, *overrides), **fields
+            of_recipe, recipe=first, overrides=overrides, **fields
         )
-    if "=" not in text:
-        dtype = _parse_dtype(text.strip(), text)
-        return Policy(dtype, dtype, dtype, overrides)
-    fields, own = _read_parts([first, *others], text)
     fields.setdefault("param_dtype", np.dtype(np.float32))
     fields.setdefault("compute_dtype", fields["param_dtype"])
     fields.setdefault("output_dtype", fields["compute_dtype"])
-    return Policy(overrides=(*own, *overrides), **fields)
+    return Policy(overrides=overrides, **fields)
 
 
 def _read_parts(
@@ -374,52 +348,35 @@ def _read_parts(
     return fields, overrides
 
 
-def policy_text(policy: Policy) -> str:
+def policy_text(policy: Policy, *, is_of_jmp: bool = False) -> str:
     """Return the string of a policy as users write it: `bf16-split`, or
-    `params=bf16,compute=bf16,output=f32`.
+    `params=bf16,compute=bf16,output=f32`; or as jmp does.
     """
-    return _text(policy, [*_FIELDS], "f32")
-
-
-def _text(policy: Policy, keys: list[str], float32: str) -> str:
-    names = {dtype: name for name, dtype in reversed(DTYPE_NAMES.items())} | {
-        np.dtype(np.float32): float32
+    names: dict[Any, str] = {
+        dtype: name for name, dtype in reversed(DTYPE_NAMES.items())
     }
-    dtypes = {
-        key: getattr(policy, field)
-        for key, field in zip(keys, _FIELDS.values(), strict=True)
-    }
+    names[np.dtype(np.float32)] = "full" if is_of_jmp else "f32"
     parts = {
-        key: names[np.dtype(dtype)]
-        for key, dtype in dtypes.items()
-        if dtype is not None
+        name: names[dtype]
+        for name, field in _FIELDS.items()
+        if (dtype := getattr(policy, field)) is not None
     }
     if policy.fp8 is not None:
-        given = {
-            field.name: getattr(policy.fp8, field.name)
-            for field in dataclasses.fields(Fp8)
-        }
         changed = ",".join(
             f"{name}={value}"
-            for name, value in given.items()
+            for name, value in vars(policy.fp8).items()
             if value != getattr(Fp8, name)
         )
-        parts[keys[1]] = f"{_FP8}({changed})" if changed else _FP8
-    texts = [f"{key}={value}" for key, value in parts.items()]
+        parts["compute"] = f"{_FP8}({changed})" if changed else _FP8
+    texts = [
+        f"{name[0] if is_of_jmp else name}={value}" for name, value in parts.items()
+    ]
     if policy.recipe is not None:  # its name says all but what differs
-        of_recipe = _text(
-            get_policy(RECIPES[policy.recipe].policy), keys, float32
-        ).split(",")
-        texts = [policy.recipe, *(text for text in texts if text not in of_recipe)]
-    return ",".join(
-        [
-            *texts,
-            *(
-                f"{pattern!r}={names[np.dtype(dtype)]}"
-                for pattern, dtype in policy.overrides
-            ),
-        ]
-    )
+        of_recipe = get_policy(RECIPES[policy.recipe].policy)
+        said = policy_text(of_recipe, is_of_jmp=is_of_jmp).split(",")
+        texts = [policy.recipe, *(text for text in texts if text not in said)]
+    texts += [f"{pattern!r}={names[dtype]}" for pattern, dtype in policy.overrides]
+    return ",".join(texts)
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:
@@ -485,9 +442,8 @@ def _parse_dtype(name: str, text: str) -> np.dtype:
         )
     names = ["half", *DTYPE_NAMES]
     if name not in names:
-        hint = (
-            f" Or is it to be a recipe? {nearest(name)}" if name == text.strip() else ""
-        )
+        is_all = name == text.strip()
+        hint = f" Or is it to be a recipe? {nearest(name)}" if is_all else ""
         raise ValueError(
             f"Unknown dtype {name!r} in policy {text!r}; use one of"
             f" {', '.join(names)}.{hint}"
@@ -498,9 +454,9 @@ def _parse_dtype(name: str, text: str) -> np.dtype:
 def _parse_fp8(settings: str, text: str) -> Fp8:
     """Return the `Fp8` of settings such as `forward=e5m2,min_extent=0`."""
     given: dict[str, Any] = {}
+    names = [field.name for field in dataclasses.fields(Fp8)]
     for setting in filter(None, settings.split(",")):
         name, _, value = (piece.strip() for piece in setting.partition("="))
-        names = [field.name for field in dataclasses.fields(Fp8)]
         if name not in names:
             raise ValueError(
                 f"Policy {text!r}: fp8 has no setting {name!r}; it has"
@@ -510,7 +466,7 @@ def _parse_fp8(settings: str, text: str) -> Fp8:
     return Fp8(**given)
 
 
-def _floating_dtype(dtype: DTypeLike, argument: str) -> np.dtype:
+def _floating_dtype(dtype: DTypeLike | None, argument: str) -> np.dtype:
     allowed = (
         "a floating-point dtype of 16 to 64 bits (bfloat16, float16, float32, float64)"
     )

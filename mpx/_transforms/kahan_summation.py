@@ -92,6 +92,4 @@ def kahan_summation(
         )
         return updates, KahanSummationState(compensation)
 
-    return FinalUpdates.of(
-        optax.GradientTransformationExtraArgs(init_fn, update_fn), "kahan_summation"
-    )
+    return FinalUpdates.of((init_fn, update_fn), "kahan_summation")

@@ -2,7 +2,7 @@
 `watch`, which keeps them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -89,13 +89,8 @@ def exponent_histogram(*, groups: Groups = None) -> Callable[[Any], Any]:
     def histogram(sums):
         return fates.ExponentHistogram(sums[1:-1], sums[0], sums[-1])
 
-    return _measure(
-        "exponent_histogram",
-        fates.exponents_of,
-        len(fates.EXPONENTS) + 2,
-        histogram,
-        groups,
-    )
+    kinds = len(fates.EXPONENTS) + 2
+    return _measure("exponent_histogram", fates.exponents_of, kinds, histogram, groups)
 
 
 def lost_updates(
@@ -132,27 +127,23 @@ def lost_updates(
         ... )
         0.333 1
     """
-    given = (
-        None
-        if dtype is None
-        else _errors.require_one_of(UP_TO_FLOAT32, dtype, "`lost_updates`: `dtype`")
-    )
+    if dtype is not None:
+        dtype = _errors.require_one_of(UP_TO_FLOAT32, dtype, "`lost_updates`: `dtype`")
 
     def kinds_of(u, p):
         """Give an update that its weight does not see the kind of what becomes zero,
         and others that of what stays.
         """
-        dtype = given or p.dtype
-        wide = _trees.promoted(dtype, np.float32)
+        own = dtype or p.dtype
+        wide = _trees.promoted(own, np.float32)
 
         def stored(x):
-            return x if dtype == wide else formats.round_to(x, dtype)
+            return x if own == wide else formats.round_to(x, own)
 
         before = stored(p.astype(wide))
         is_moving = fates.is_number(fates.magnitudes_of(u)) & jnp.isfinite(p)
-        return jnp.where(
-            is_moving, jnp.where(stored(before + u.astype(wide)) == before, 1, 2), 0
-        )
+        is_seen = stored(before + u.astype(wide)) != before
+        return jnp.where(is_moving, 1 + is_seen, 0)
 
     measured = _measure(
         "lost_updates", kinds_of, 4, lambda sums: fates.share_of(sums, "zero"), groups
@@ -178,7 +169,7 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
 
     This is `optax.monitor` with measurements that begin as zeros and keep their dtypes.
     There they begin with the first update: so its state is no carry of a
-    `jax.lax.scan`, the step compiles twice, and `mpx.loss_scaling` refuses it.
+    `jax.lax.scan`, and the step compiles twice.
 
     Args:
         measures: by name, functions of the updates, or transformations whose `update`
@@ -214,11 +205,7 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
         wide = upcast_tree(params, np.dtype(np.float32))
         state: Any = stable_state(inner.init(wide), params)
         _, shapes = jax.eval_shape(inner.update, wide, state, params)
-        return state._replace(
-            measurements=jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), shapes.measurements
-            )
-        )
+        return state._replace(measurements=optax.tree.zeros_like(shapes.measurements))
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, optax.MonitorState, "watch")
@@ -240,13 +227,10 @@ def _share_of(
     def kinds_of(x):
         return fates.fates_of(x, edges)
 
-    return _measure(
-        caller,
-        kinds_of,
-        len(fates.FATES) + 2,
-        lambda sums: fates.share_of(sums, fate),
-        groups,
-    )
+    def share(sums):
+        return fates.share_of(sums, fate)
+
+    return _measure(caller, kinds_of, len(fates.FATES) + 2, share, groups)
 
 
 def _behind_barrier(tree: T) -> T:
@@ -258,12 +242,10 @@ def _behind_barrier(tree: T) -> T:
     floating-point numbers: with those, XLA on CPU moves the reshaping of a gradient of
     one column, and LLVM contracts another product of the optimizer.
     """
-    leaves, put = _trees.partition_leaves(tree, _trees.is_floating)
-    floats = [jnp.asarray(x) for x in leaves]
-    bits = lax.optimization_barrier(
-        [x.view(f"uint{8 * x.dtype.itemsize}") for x in floats]
-    )
-    return put([hidden.view(x.dtype) for hidden, x in zip(bits, floats, strict=True)])
+    floats, put = _trees.partition_leaves(tree, _trees.is_floating)
+    bits = [jnp.asarray(x).view(f"uint{8 * x.dtype.itemsize}") for x in floats]
+    hidden = lax.optimization_barrier(bits)
+    return put([x.view(of.dtype) for x, of in zip(hidden, floats, strict=True)])
 
 
 def _measure(
@@ -283,21 +265,16 @@ def _measure(
             f"`{caller}`: `groups` must be None or 'leaf', but got {groups!r}."
         )
 
-    def of_leaves(leaves: Iterable[Any]) -> Any:
+    def measured(*trees: Any) -> Any:
+        leaves = _behind_barrier([leaf for _, leaf in fates.floating_leaves(*trees)])
         # In float32, sums of counts neither wrap around nor stop.
-        counts = (
+        counts = [
             jnp.sum(fates.count(kinds_of(*leaf), kinds).astype(np.float32), axis=0)
             for leaf in leaves
-        )
+        ]
         return result(sum(counts, jnp.zeros(kinds, np.float32)))
 
-    def measured(*trees: Any) -> Any:
-        names, columns = [*zip(*fates.floating_leaves(*trees), strict=True)] or ((), ())
-        hidden = _behind_barrier(columns)
-        return (
-            of_leaves(hidden)
-            if groups is None
-            else {n: of_leaves([x]) for n, x in zip(names, hidden, strict=True)}
-        )
+    def by_leaf(*trees: Any) -> Any:
+        return {name: measured(*leaf) for name, leaf in fates.floating_leaves(*trees)}
 
-    return measured
+    return measured if groups is None else by_leaf

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from mpx._loss_scale import LossScale, is_power_of_two
-from mpx._tables import Result, Table
+from mpx._tables import Result, Table, json_values
 from mpx.monitor import fates
 from mpx.monitor.fates import EXPONENTS, ExponentHistogram
 
@@ -70,22 +70,17 @@ class UnderflowReport(Result):
     @property
     def verdict(self) -> str:
         """Say what to do, in a sentence or two."""
+        if not (count := self.histogram.nonfinite):
+            return self._advice()
         # Those that are not finite come first.
-        count, worst = (
-            self.histogram.nonfinite,
-            self.leaves[0].path,
-        )
-        return self._advice() + (
-            f" Infinite or NaN, and left out: {count:,}, in {worst!r} first."
-            if count
-            else ""
+        return (
+            f"{self._advice()} Infinite or NaN, and left out: {count:,}, in"
+            f" {self.leaves[0].path!r} first."
         )
 
     def _advice(self) -> str:
-        scale, best = (
-            _scale_name(self.recommended_scale),
-            self.shares_at(self.recommended_scale),
-        )
+        scale = _scale_name(self.recommended_scale)
+        best = self.shares_at(self.recommended_scale)
         if not self.largest:
             return "There is no nonzero finite gradient, so nothing can be said."
         if _has_range_of_float32(self.dtype):
@@ -116,16 +111,10 @@ class UnderflowReport(Result):
         that occur to their counts.
         """
         counts, zeros, nonfinite = self.histogram
-        occurring = {
-            str(e): int(count)
-            for e, count in zip(EXPONENTS, counts, strict=True)
-            if count
-        }
-        return super().as_dict() | {
-            "histogram": occurring,
-            "zeros": int(zeros),
-            "nonfinite": int(nonfinite),
-        }
+        occurring = {e: n for e, n in zip(EXPONENTS, counts, strict=True) if n}
+        return super().as_dict() | json_values(
+            {"histogram": occurring, "zeros": zeros, "nonfinite": nonfinite}
+        )
 
     def _parts(self) -> Iterator[Table | str]:
         counts, zeros, nonfinite = self.histogram
@@ -133,34 +122,18 @@ class UnderflowReport(Result):
             f"Gradients in {self.dtype}: {np.sum(counts):,} nonzero, {zeros:,} zero,"
             f" {nonfinite:,} infinite or NaN"
         )
-        header = ("scale", "become zero", "subnormal", "infinite")
-        rows = [
-            (_scale_name(s.scale), *map(_percent, (s.zero, s.subnormal, s.infinite)))
-            for s in self.shares
-        ]
-        yield Table("By loss scale", [header, *rows], (1, 2, 3))
-        header = (
-            "parameter",
-            "largest",
-            "become zero",
-            f"at {_scale_name(self.recommended_scale)}",
-            "infinite or NaN",
-        )
-        rows = [
-            (
-                x.path,
-                f"{x.largest:.3g}",
-                _percent(x.zero),
-                _percent(x.zero_if_scaled),
-                f"{x.nonfinite:,}",
-            )
-            for x in self.leaves[:_LISTED]
-        ]
-        yield Table(
-            f"{len(rows)} of {len(self.leaves)} parameters, the worst first",
-            [header, *rows],
-            (1, 2, 3, 4),
-        )
+        lines: list[Any] = [("scale", "become zero", "subnormal", "infinite")]
+        for s in self.shares:
+            shares = map(_percent, (s.zero, s.subnormal, s.infinite))
+            lines.append((_scale_name(s.scale), *shares))
+        yield Table("By loss scale", lines, (1, 2, 3))
+        scaled = f"at {_scale_name(self.recommended_scale)}"
+        lines = [("parameter", "largest", "become zero", scaled, "infinite or NaN")]
+        for x in self.leaves[:_LISTED]:
+            shares = map(_percent, (x.zero, x.zero_if_scaled))
+            lines.append((x.path, f"{x.largest:.3g}", *shares, f"{x.nonfinite:,}"))
+        title = f"{len(lines) - 1} of {len(self.leaves)} parameters, the worst first"
+        yield Table(title, lines, (1, 2, 3, 4))
         yield self.verdict
 
 
@@ -205,8 +178,7 @@ def underflow_report(
         No loss scale is needed: bfloat16 has the exponents of float32.
     """
     dtype = fates.format_of(dtype, "underflow_report")
-    is_scale = isinstance(loss_scale, LossScale)
-    given: Any = loss_scale.loss_scale if is_scale else loss_scale
+    given: Any = getattr(loss_scale, "loss_scale", loss_scale)
     carried = float(given)
     if not is_power_of_two(carried):
         raise ValueError(
@@ -240,25 +212,23 @@ def underflow_report(
 
     def shares_at(scale: float) -> ScaledShares:
         counts = fates_at(scale).sum(axis=0)
-        zero, subnormal, infinite = (
-            float(fates.share_of(counts, fate))
-            for fate in ("zero", "subnormal", "infinite")
+        lost = (
+            fates.share_of(counts, fate) for fate in ("zero", "subnormal", "infinite")
         )
-        return ScaledShares(scale, zero, subnormal, infinite)
+        return ScaledShares(scale, *map(float, lost))
 
     def zeros_at(scale):
         return fates.share_of(fates_at(scale), "zero").tolist()
 
-    nonfinite = fates_at(1.0)[:, -1].tolist()
-    rows = zip(
+    columns = (
         [name for name, _ in arrays],
         largest,
         zeros_at(1.0),
         zeros_at(recommended),
-        nonfinite,
-        strict=True,
+        fates_at(1.0)[:, -1].tolist(),
     )
-    leaves = [LeafUnderflow(*row) for row in rows]
+    leaves = [LeafUnderflow(*row) for row in zip(*columns, strict=True)]
+    leaves.sort(key=lambda x: (x.nonfinite == 0, -x.zero, -x.zero_if_scaled))
     zeros, *counts, nonfinite = counts_of(_count_exponents).sum(axis=0)
     return UnderflowReport(
         dtype=dtype,
@@ -266,16 +236,7 @@ def underflow_report(
         largest=max(largest),
         recommended_scale=recommended,
         shares=tuple(map(shares_at, sorted({1.0, carried, recommended}))),
-        leaves=tuple(
-            sorted(
-                leaves,
-                key=lambda leaf: (
-                    leaf.nonfinite == 0,
-                    -leaf.zero,
-                    -leaf.zero_if_scaled,
-                ),
-            )
-        ),
+        leaves=tuple(leaves),
     )
 
 
