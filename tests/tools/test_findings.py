@@ -12,10 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mpx.tools.program import TARGETS, findings
-from mpx.tools.program.dataflow import uses_in
 from mpx.tools.program.findings import Argument, CompiledStep, arguments_of
+from mpx.tools.program.graph import Program
 from mpx.tools.program.kernels import kernels
-from mpx.tools.program.memory import Memory
 from mpx.tools.program.text import parse
 from tests.helpers import eight_cpu_devices
 
@@ -70,30 +69,20 @@ def program(*lines, called=""):
         "%n = bf16[512,512]{1,0} parameter(2)" + NAMED.format("m"),
         "%i = s32[] parameter(3)",
     )
-    return parse(
-        "\n".join(
-            [
-                ADDING,
-                called,
-                head,
-                *(f"  {line}" for line in (*parameters, *lines)),
-                "}",
-            ]
-        )
-    )
+    body = [f"  {line}" for line in (*parameters, *lines)]
+    return Program(parse("\n".join([ADDING, called, head, *body, "}"])))
 
 
-def step(text, arguments=((512, 512),), results=None, lowered=None):
+def step(program, arguments=((512, 512),), results=None):
     """Return the step of a program, with float32 arguments of some shapes, which it
     returns.
     """
-    given = [Argument(0, shape, shape, np.dtype("float32")) for shape in arguments]
+    given = [Argument(0, "w", shape, shape, np.dtype("float32")) for shape in arguments]
     returned = [argument.type for argument in given] if results is None else results
     return CompiledStep(
-        lowered,
-        text,
-        list(kernels(text, mesh_shape={"data": 4})),
-        uses_in(text),
+        None,
+        program,
+        kernels(program, mesh_shape={"data": 4}),
         given,
         returned,
         "f32",
@@ -105,7 +94,7 @@ def found(finder, *lines, called="", **options):
 
 
 def gathers(*lines, **options):
-    return found(findings.gathers_of_float32, *lines, **options)
+    return found(findings.float32_that_is_rounded, *lines, **options)
 
 
 GATHER = "%g = f32[512,512]{1,0} all-gather(%a), dimensions={0}, " + MANY
@@ -129,8 +118,7 @@ def test_a_float32_array_that_is_gathered_and_then_rounded_is_found_with_half_of
     (finding,) = gathers(*gather, NARROW_USE, called=NARROWING)
     assert (
         finding.what
-        == "Devices send float32 arrays that are rounded to bf16 right after (1 of"
-        " all-gather)"
+        == "Devices send float32 arrays that are rounded to bf16 right after"
     )
     assert finding.bytes == 3 * SIZE * 4 // 4 // 2
     # Little beside them.
@@ -153,23 +141,6 @@ def test_a_float32_array_that_is_gathered_and_then_rounded_is_found_with_half_of
 def test_another_use_of_a_gathered_array_keeps_it_in_float32(other_use):
     assert gathers(GATHER, NARROW_USE, other_use, called=NARROWING + WRITING) == []
     assert gathers(GATHER, other_use, called=WRITING) == [] or "f16" in other_use
-
-
-def test_a_gather_used_in_float32_is_found_only_beside_products_in_few_bits():
-    product = (
-        "%d = bf16[512,512]{1,0} dot(%n, %n), lhs_contracting_dims={1},"
-        " rhs_contracting_dims={0}"
-    )
-    use = "%v = f32[512,512]{1,0} add(%g, %b)"
-    (finding,) = gathers(GATHER, use, product)
-    assert (
-        finding.what
-        == "Devices gather float32 arrays that are used in float32 (1 of all-gather)"
-    )
-    assert finding.bytes == 3 * SIZE
-    assert (
-        gathers(GATHER, use, product.replace("bf16", "f32").replace("%n", "%b")) == []
-    )
 
 
 def sum_in(dtype, name="n"):
@@ -210,10 +181,7 @@ def parts(*lines, **options):
 def test_a_whole_sum_is_found_if_each_device_keeps_a_part():
     keep = "%k = f32[128,512]{1,0} fusion(%s, %i), kind=kLoop, calls=%halving"
     (finding,) = parts(sum_in("f32", "b"), keep, called=HALVING)
-    assert (
-        finding.what
-        == "Every device gets a whole sum and keeps a part of it (1 of all-reduce)"
-    )
+    assert finding.what == "Every device gets a whole sum and keeps a part of it"
     assert finding.bytes == 3 * SIZE * 4 // 4
     for other_use in (
         "%v = f32[512,512]{1,0} add(%s, %b)",
@@ -230,16 +198,17 @@ def test_an_argument_that_is_not_used_does_not_hide_the_shardings_of_others():
     placed = jax.ShapeDtypeStruct(
         (64, 64), jnp.float32, sharding=NamedSharding(mesh, P("data"))
     )
-    lowered = jax.jit(lambda used, unused: used + 1).lower(
+    traced = jax.jit(lambda used, unused: used + 1).trace(
         placed, jax.ShapeDtypeStruct((2,), jnp.uint32)
     )
-    used, _ = arguments_of(lowered, lowered.compile())
-    assert (used.shard, used.bytes) == ((8, 64), 4 * 8 * 64)
+    lowered = traced.lower()
+    used, _ = arguments_of(traced.jaxpr, lowered, lowered.compile())
+    assert (used.name, used.shard, used.bytes) == ("used", (8, 64), 4 * 8 * 64)
 
 
 def test_float32_numbers_between_kernels_that_all_round_them_are_found_with_the_bytes_that_16_bits_would_save():
     between = lambda *lines: found(
-        findings.float32_between_kernels, *lines, called=NARROWING + WRITING
+        findings.float32_that_is_rounded, *lines, called=NARROWING + WRITING
     )
     write = "%g = f32[512,512]{1,0} fusion(%b), kind=kLoop, calls=%writing"
     (finding,) = between(write, NARROW_USE, NARROW_USE.replace("%u", "%w"))
@@ -263,10 +232,10 @@ def kept(use, shard=(128, 512), of=FORWARD):
     has a part.
     """
     given = step(program(GATHER.replace(', metadata={op_name="gather"}', of), *use))
-    weights = [Argument(0, (512, 512), shard, np.dtype("float32"))]
+    weights = [Argument(0, "w", (512, 512), shard, np.dtype("float32"))]
     return list(
         findings.gathered_weights_that_are_kept(
-            given._replace(arguments=weights), Memory(given.program)
+            dataclasses.replace(given, arguments=weights)
         )
     )
 
@@ -306,14 +275,16 @@ def test_a_copy_of_a_gathered_weight_is_kept_in_its_own_dtype():
 
 def beyond(*lines, memory_bytes=4 * 10**6 // 3):
     """Return findings on the peak of 2 MB of a program with a weight of 1,024 x 1,024."""
-    weights = [Argument(0, (4096, 1024), (1024, 1024), np.dtype("float32"))]
+    weights = [Argument(0, "w", (4096, 1024), (1024, 1024), np.dtype("float32"))]
     target = dataclasses.replace(TARGETS["h200"], memory_bytes=memory_bytes)
-    given = step(program(*lines))._replace(arguments=weights, results=[weights[0].type])
-    return list(
-        findings.beyond_the_memory(
-            given._replace(peak_bytes=2 * 10**6, target=target), Memory(given.program)
-        )
+    given = dataclasses.replace(
+        step(program(*lines)),
+        arguments=weights,
+        results=[weights[0].type],
+        peak_bytes=2 * 10**6,
+        target=target,
     )
+    return list(findings.beyond_the_memory(given))
 
 
 def test_the_peak_of_a_program_that_does_not_fit_is_told_by_its_three_largest_groups():
@@ -343,10 +314,6 @@ def test_the_peak_of_a_program_that_does_not_fit_is_told_by_its_three_largest_gr
     [
         ("f32[1024,1024]{1,0} negate(%a)" + BACKWARD, "Keep gradients in 16 bits"),
         ("f32[1024,1024]{1,0} negate(%a)", "`mpx.fused_update`"),
-        (
-            "bf16[2,1024,512,512]{3,2,1,0} negate(%a)" + BACKWARD,
-            "If it is scores, a kernel needs none",
-        ),
         ("f32[2048,1024]{1,0} negate(%a)" + FORWARD, "Keep activations in fewer bits"),
         ("f32[2048,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),
         ("bf16[1024,1024]{1,0} negate(%a)" + BACKWARD, "Take a smaller batch"),
@@ -384,23 +351,9 @@ def test_a_float32_product_is_found_beside_products_in_few_bits():
     assert finding.bytes == 2 * SIZE * 4
     for alike in ([IN_FLOAT32], IN_BFLOAT16):
         assert not found(findings.float32_products, *alike)
-    asked_for = step(program(IN_FLOAT32, *IN_BFLOAT16))._replace(float32="tf32")
+    asked_for = step(program(IN_FLOAT32, *IN_BFLOAT16))
+    asked_for = dataclasses.replace(asked_for, float32="tf32")
     assert not list(findings.float32_products(asked_for))
-
-
-def test_a_product_in_another_dtype_than_the_step_asked_for_is_found_by_its_line():
-    square = jax.jit(lambda a: a @ a)
-    asked, other = (
-        square.lower(jax.ShapeDtypeStruct((512, 512), dtype))
-        for dtype in (jnp.bfloat16, jnp.float32)
-    )
-    ran = lambda lowered: step(
-        parse(lowered.as_text("hlo", debug_info=True)), lowered=asked
-    )
-    (finding,) = findings.products_in_another_dtype(ran(other))
-    assert finding.what == "A product of bf16 runs in f32"
-    assert finding.source.startswith("tests/tools/test_findings.py:")
-    assert not list(findings.products_in_another_dtype(ran(asked)))
 
 
 @pytest.mark.parametrize(

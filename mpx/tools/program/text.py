@@ -6,13 +6,19 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
-_HEAD = re.compile(r"^(?P<is_entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?\{$")
+_COMPUTATION = re.compile(
+    r"^(?P<is_entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\([^\n]*)?\{\n(?P<body>.*?)^\}",
+    re.MULTILINE | re.DOTALL,
+)
 _LINE = re.compile(
-    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = "
-    r"(?P<shapes>.*?) (?P<op>[a-z][\w\-]*)\((?P<operands>[^)]*)\)(?P<attributes>.*)$"
+    r"^ +(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shapes>.*?) "
+    r"(?P<op>[a-z][\w\-]*)\((?P<operands>[^)\n]*)\)(?P<attributes>.*)$",
+    re.MULTILINE,
 )
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _CALLED = re.compile(
@@ -20,14 +26,13 @@ _CALLED = re.compile(
 )
 # A TPU's own memories, which only its layouts in tiles have, and the host's.
 _ELSEWHERE = re.compile(r"T\(.*S\(|\{:S\(|S\(5\)")
-_MPX = os.path.normpath(
-    os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
+_FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).* line=(\d+)", re.MULTILINE)
+_FRAME = re.compile(
+    r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE
 )
-_INSTALLED = (
-    f"{os.sep}site-packages{os.sep}",
-    f"{os.sep}dist-packages{os.sep}",
-    _MPX + os.sep,
-)
+_INSTALLED = {"site-packages", "dist-packages"}
+_MPX = pathlib.Path(__file__).parents[2]
 
 
 class Shape(NamedTuple):
@@ -82,6 +87,13 @@ class Instruction:
         return match and match[1]
 
     @functools.cached_property
+    def name(self) -> str:
+        """The name that JAX gives it, with the transformations that made it, or that of
+        an argument.
+        """
+        return (self.attribute(r'op_name="([^"]*)') or "").replace("\\", "")
+
+    @functools.cached_property
     def operation(self) -> str:
         """The name of a library call, or the operation without the word that says that
         others run beside it.
@@ -93,12 +105,10 @@ class Instruction:
     @property
     def trips(self) -> int | None:
         """How often it runs what it calls; None for a loop of unknown length."""
-        known = (
-            self.attribute(r'known_trip_count":\{"n":"(\d+)"')
-            if self.op == "while"
-            else "1"
-        )
-        return None if known is None else int(known)
+        if self.op != "while":
+            return 1
+        known = self.attribute(r'known_trip_count":\{"n":"(\d+)"')
+        return int(known) if known else None
 
     @property
     def results(self) -> tuple[Shape, ...]:
@@ -111,6 +121,11 @@ class Instruction:
         return self.shapes[len(self.operands) :] if hands_on else self.shapes
 
     @property
+    def bytes(self) -> int:
+        """Bytes of what it makes."""
+        return sum(shape.bytes for shape in self.results)
+
+    @property
     def parts(self) -> tuple["Instruction", ...]:
         """The operations of a fusion; of another operation itself."""
         return (
@@ -119,40 +134,46 @@ class Instruction:
             else (self,)
         )
 
+    @property
+    def makers(self) -> tuple["Instruction", ...]:
+        """The operations that make its results: of a fusion, those in it."""
+        root = root_of(self.called[0]) if self.op == "fusion" else self
+        return root.operands if root.op == "tuple" else (root,)
+
+
+def root_of(computation: Sequence[Instruction]) -> Instruction:
+    """Return the operation whose result a computation returns."""
+    return next((x for x in computation if x.is_root), computation[-1])
+
 
 def parse(text: str) -> tuple[Instruction, ...]:
     """Return the operations of a program in the order of execution."""
     sources = _sources(text)
     computations: dict[str, tuple[Instruction, ...]] = {}
-    body: dict[str, Instruction] = {}
-    head = None
     donated = re.findall(r"\{[\d,]*\}: \((\d+),", text.partition("\n")[0])
-    for line in text.splitlines():
-        if found := _HEAD.match(line):
-            head, body = found, {}
-        elif head and line.startswith("}"):
-            # It stands in front of those that call it.
-            computations[head["name"]] = tuple(body.values())
-            if head["is_entry"]:
-                return computations[head["name"]]
-        elif match := _LINE.match(line):
-            frame = re.search(r"stack_frame_id=(\d+)", match["attributes"])
-            body[match["name"]] = Instruction(
-                op=match["op"],
-                shapes=_shapes(match["shapes"]),
+    for found in _COMPUTATION.finditer(text):
+        body: dict[str, Instruction] = {}
+        for line in _LINE.finditer(found["body"]):
+            frame = re.search(r"stack_frame_id=(\d+)", line["attributes"])
+            called = _names(" ".join(_CALLED.findall(line["attributes"])))
+            number = line["operands"] if line["op"] == "parameter" else ""
+            body[line["name"]] = Instruction(
+                op=line["op"],
+                shapes=_shapes(line["shapes"]),
                 operands=tuple(
-                    body[name] for name in _names(match["operands"]) if name in body
+                    body[name] for name in _names(line["operands"]) if name in body
                 ),
-                called=tuple(
-                    computations[name]
-                    for name in _names(" ".join(_CALLED.findall(match["attributes"])))
-                ),
-                attributes=match["attributes"],
+                # They stand in front of it.
+                called=tuple(computations[name] for name in called),
+                attributes=line["attributes"],
                 source=sources.get(frame[1], "") if frame else "",
-                is_root=bool(match["root"]),
-                number=int(match["operands"]) if match["op"] == "parameter" else None,
-                is_donated=match["op"] == "parameter" and match["operands"] in donated,
+                is_root=bool(line["root"]),
+                number=int(number) if number else None,
+                is_donated=number in donated,
             )
+        computations[found["name"]] = tuple(body.values())
+        if found["is_entry"]:
+            return computations[found["name"]]
     raise ValueError(
         "This text has no entry computation: it is not a compiled program of XLA."
     )
@@ -174,27 +195,22 @@ def _sources(text: str) -> dict[str, str]:
     """Return the line of each stack frame, or of the innermost frame around it outside
     of installed packages.
     """
-    tables: dict[str, dict[str, str]] = {}
-    table: dict[str, str] = {}
-    for line in text.splitlines():
-        if line.isalpha():
-            table = tables[line] = {}
-        elif row := re.match(r"(\d+) (.*)", line):
-            table[row[1]] = row[2]
-    files, locations = tables.get("FileNames", {}), tables.get("FileLocations", {})
+    # The table of files is the first one; that of functions has the same form.
+    files = dict(_FILE.findall(text.partition("\nFunctionNames\n")[0]))
+    locations = {
+        number: (files[file], line) for number, file, line in _LOCATION.findall(text)
+    }
     lines: dict[str, str] = {}
     own: dict[str, str] = {}
-    for frame, row in tables.get(
-        "StackFrames", {}
-    ).items():  # a frame stands behind those around it
-        fields = dict(re.findall(r"(\w+)=(\d+)", row))
-        place = dict(re.findall(r"(\w+)=(\d+)", locations[fields["file_location_id"]]))
-        file = files[place["file_name_id"]].strip('"')
-        lines[frame] = f"{_short(file)}:{place['line']}"
-        # XLA counts parents from 1 for "none", so that the outermost frame seems to be
-        # its own.
-        outer = own.get(str(int(fields.get("parent_frame_id", 0)) - 1), "")
-        own[frame] = outer if any(part in file for part in _INSTALLED) else lines[frame]
+    for frame, location, parent in _FRAME.findall(text):
+        file, line = locations[location]
+        lines[frame] = f"{_short(file)}:{line}"
+        # A frame stands behind those around it. XLA counts parents from 1 for "none",
+        # so that the outermost frame seems to be its own.
+        outer = own.get(str(int(parent or 0) - 1), "")
+        path = pathlib.Path(file)
+        is_own = _INSTALLED.isdisjoint(path.parts) and not path.is_relative_to(_MPX)
+        own[frame] = lines[frame] if is_own else outer
     return {frame: own[frame] or line for frame, line in lines.items()}
 
 
@@ -202,9 +218,7 @@ def _short(file: str) -> str:
     """Return a file relative to the working directory if it is below it, else its last
     two parts.
     """
-    relative = os.path.relpath(file) if file else os.pardir  # XLA may know no file
-    return (
-        relative
-        if not relative.startswith(os.pardir)
-        else os.sep.join(file.split(os.sep)[-2:])
-    )
+    relative = os.path.relpath(file or os.pardir)  # XLA may know no file
+    if relative.startswith(os.pardir):
+        return os.sep.join(file.split(os.sep)[-2:])
+    return relative
