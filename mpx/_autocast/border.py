@@ -21,12 +21,10 @@ class Crossing(NamedTuple):
     """How a value crosses the border of a program inside."""
 
     dtype: np.dtype | None = None  # 16 bits; None for its own
-    gradient_in: np.dtype | None = (
-        None  # the dtype of a weight's gradient, if a carrier beside the weight gets it
-    )
-
-
-AS_IT_IS = Crossing()
+    # The dtype of a weight's gradient, if a carrier beside the weight gets it.
+    gradient_in: np.dtype | None = None
+    # Whether the program hands it on to one inside, and so leaves it as it came.
+    is_handed_on: bool = False
 
 
 class Carried(NamedTuple):
@@ -74,7 +72,7 @@ def packed(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
 
 
 def unpacked(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
-    """Return values in float32 behind the border of a program."""
+    """Return values as the program behind the border reads them, in float32."""
     return [_unpacked(x, how) for x, how in zip(values, crossings, strict=True)]
 
 
@@ -89,7 +87,7 @@ def _packed(x: Any, how: Crossing) -> Any:
 
 
 def _unpacked(x: Any, how: Crossing) -> Any:
-    if how.dtype is None:
+    if how.dtype is None or how.is_handed_on:
         return x
     if not isinstance(x, Carried):
         return lax.convert_element_type(x, np.float32)
@@ -108,20 +106,9 @@ def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _batched_replaced(operands: list[Any], axes: list[int | None]) -> tuple[Any, int]:
-    size = next(
-        x.shape[axis]
-        for x, axis in zip(operands, axes, strict=True)
-        if axis is not None
-    )
-    return (
-        _replaced.bind(
-            *[
-                batching.bdim_at_front(x, axis, size)
-                for x, axis in zip(operands, axes, strict=True)
-            ]
-        ),
-        0,
-    )
+    pairs = list(zip(operands, axes, strict=True))
+    size = next(x.shape[axis] for x, axis in pairs if axis is not None)
+    return _replaced.bind(*[batching.bdim_at_front(*pair, size) for pair in pairs]), 0
 
 
 _replaced = Primitive("value_with_derivative_of")

@@ -136,8 +136,10 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
         _, (batch, _) = _dot_numbers(eqn)
 
         def is_narrow(tag):
-            # A head's part of a cache.
-            return tag.is_narrow_weight or (tag.is_widened and len(batch) > 0)
+            # A weight, or a head's part of a cache.
+            return tag.representable_in is not None and (
+                tag.is_argument or (tag.is_cast and len(batch) > 0)
+            )
 
         is_vector = (is_row and (is_column or not is_narrow(rhs))) or (
             is_column and not is_narrow(lhs)

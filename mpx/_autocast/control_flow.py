@@ -17,14 +17,7 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._autocast.border import (
-    AS_IT_IS,
-    Crossing,
-    crossing,
-    packed,
-    travels_in,
-    unpacked,
-)
+from mpx._autocast.border import Crossing, crossing, packed, travels_in, unpacked
 from mpx._autocast.plan import Demand, Plan, Run, Settings, Step
 from mpx._autocast.tags import Tag, common, shared
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
@@ -67,22 +60,19 @@ def _run_jit(
     """Run in line, so that nothing is compiled separately. A jit that places its arrays
     stays a jit.
     """
-    params, call = (
-        step.eqn.params,
-        lambda *operands: tuple(run(step.plans[0], operands)),
-    )
-    shardings = [
-        tuple(
-            s if isinstance(s, jax.sharding.Sharding) else None
-            for s in params.get(key, ())
+    params = step.eqn.params
+    placed = {
+        key: tuple(
+            sharding if isinstance(sharding, jax.sharding.Sharding) else None
+            for sharding in params.get(key, ())
         )
         for key in ("in_shardings", "out_shardings")
-    ]
-    if any(s is not None for side in shardings for s in side):
-        call = jax.jit(call, in_shardings=shardings[0], out_shardings=shardings[1])
+    }
+    if any(map(any, placed.values())):
+        call = jax.jit(lambda *xs: tuple(run(step.plans[0], xs)), **placed)
         return call(*operands)
     with jax.named_scope(f"jit({params.get('name', step.eqn.primitive.name)})"):
-        return call(*operands)
+        return run(step.plans[0], operands)
 
 
 def _plan_checkpoint(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
@@ -107,20 +97,17 @@ def _run_checkpoint(
     def inside(*leaves):
         return run(plan, unpacked(tree.unflatten(leaves), crossings))
 
-    program, consts = _retraced(inside, leaves)
-    params, prevented = (
-        step.eqn.params | {"jaxpr": program},
-        step.eqn.params["prevent_cse"],
-    )
+    program, new = _retraced(inside, leaves)
+    params = step.eqn.params | {"jaxpr": program}
     # One for each operand, which may be two arrays now.
-    if isinstance(prevented, tuple):
-        of_parts = [
+    if isinstance(params["prevent_cse"], tuple):
+        of_leaves = [
             is_prevented
-            for is_prevented, x in zip(prevented, parts, strict=True)
+            for is_prevented, x in zip(params["prevent_cse"], parts, strict=True)
             for _ in jax.tree.leaves(x)
         ]
-        params["prevent_cse"] = (*[False] * len(consts), *of_parts)
-    return step.eqn.primitive.bind(*consts, *leaves, **params)
+        params["prevent_cse"] = (*[False] * len(new), *of_leaves)
+    return step.eqn.primitive.bind(*new, *leaves, **params)
 
 
 def _into_checkpoint(plan: Plan, settings: Settings) -> list[Crossing]:
@@ -214,7 +201,7 @@ def _run_cond(
 
 
 def _plan_scan(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    consts, carry, xs = _scan_parts(eqn, tags)
+    consts, carry, xs = _parts(eqn, tags)
     results = [
         *open_jaxpr(eqn.params["jaxpr"]).outvars[: len(carry)],
         *eqn.outvars[len(carry) :],
@@ -224,45 +211,23 @@ def _plan_scan(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
 
 
 def _demands_of_scan(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
-    consts, carry, xs = _scan_parts(eqn, plans[0].demands)
-    return [
-        *[demand._replace(cotangent_in=None) for demand in consts],
-        *[Demand()] * len(carry),
-        *xs,
-    ]
+    consts, carry, xs = _parts(eqn, plans[0].demands)
+    consts = [demand._replace(cotangent_in=None) for demand in consts]
+    return [*consts, *[Demand()] * len(carry), *xs]
 
 
 def _run_scan(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> Sequence[Any]:
     params, plan = step.eqn.params, step.plans[0]
-    consts, carry, xs = _scan_parts(step.eqn, operands)
-    # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes
-    # over or carries, in its dtype.
-    columns = zip(
-        plan.in_tags,
-        step.in_tags,
-        plan.demands,
-        open_jaxpr(plan.jaxpr).invars,
-        strict=True,
-    )
-    slices = _scan_parts(step.eqn, list(columns))[2]
-    into = [
-        crossing(tag, demand, settings, outside.gradient_in)
-        for tag, outside, demand, _ in slices
-    ]
-    handed_on = _handed_on(plan, settings)
-    into_checkpoints = [handed_on.get(v, AS_IT_IS) for *_, v in slices]
-    inside = [
-        AS_IT_IS if on.dtype == how.dtype else how
-        for on, how in zip(into_checkpoints, into, strict=True)
-    ]
+    consts, carry, xs = _parts(step.eqn, operands)
+    into = _into_scan(step, settings)
     out_of = [
         Crossing(travels_in(tag, None, settings)) for tag in plan.out_tags[len(carry) :]
     ]
 
     def body(carry, xs):
-        results = run(plan, [*consts, *carry, *unpacked(xs, inside)])
+        results = run(plan, [*consts, *carry, *unpacked(xs, into)])
         return results[: len(carry)], packed(results[len(carry) :], out_of)
 
     # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA
@@ -280,24 +245,38 @@ def _run_scan(
     return [*carry, *unpacked(ys, out_of)]
 
 
-def _handed_on(plan: Plan, settings: Settings) -> dict[Any, Crossing]:
-    """Return the values whose only use is a checkpoint, and how they cross its border.
+def _into_scan(step: Step, settings: Settings) -> list[Crossing]:
+    """Return how each operand that a scan slices enters its body.
 
-    The body of a scan hands a slice in 16 bits to the checkpoint unchanged. If it were
-    widened and narrowed again, JAX would see a new value, and the checkpoint would keep
-    it beside the array that the slice comes from.
+    These alone travel in 16 bits: JAX adds up the cotangents of what the body closes
+    over or carries, in its dtype, over all iterations.
+
+    A slice whose only use is a checkpoint, which it would enter in the same 16 bits, is
+    handed on unchanged. If the body widened and narrowed it again, JAX would see a new
+    value, and the checkpoint would keep it beside the array that the slice comes from.
     """
-    uses = count_uses(open_jaxpr(plan.jaxpr))
-    found = {}
-    for step in plan.steps:
-        if step.eqn.primitive.name == "remat2" and step.action == "enter":
-            crossings = _into_checkpoint(step.plans[0], settings)
-            found |= {
-                v: into
-                for v, into in zip(step.eqn.invars, crossings, strict=True)
-                if uses.get(v) == 1
-            }
-    return found
+    plan = step.plans[0]
+    program = open_jaxpr(plan.jaxpr)
+    uses, into_checkpoints = count_uses(program), {}
+    for inner in plan.steps:
+        if inner.eqn.primitive.name == "remat2" and inner.action == "enter":
+            crossings = _into_checkpoint(inner.plans[0], settings)
+            into_checkpoints |= dict(zip(inner.eqn.invars, crossings, strict=True))
+
+    def into_body(v: Any, outside: Tag, tag: Tag, demand: Demand) -> Crossing:
+        # `plan.in_tags` have no `gradient_in`, since the body gives a gradient for each
+        # slice. Together they are the gradient of the operand.
+        how = crossing(tag, demand, settings, outside.gradient_in)
+        is_handed_on = uses[v] == 1 and v in into_checkpoints
+        return how._replace(
+            is_handed_on=is_handed_on and into_checkpoints[v].dtype == how.dtype
+        )
+
+    operands = zip(
+        program.invars, step.in_tags, plan.in_tags, plan.demands, strict=True
+    )
+    slices = _parts(step.eqn, list(operands))[2]
+    return [into_body(*operand) for operand in slices]
 
 
 def _leaves_open_what_is_kept(jaxpr: Any) -> bool:
@@ -332,22 +311,8 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
     return not facts_of(primitive).cheap
 
 
-def _scan_parts(
-    eqn: JaxprEqn, columns: Sequence[Any]
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split a column with an entry for each operand: closed over by the body, carried,
-    sliced in each iteration.
-    """
-    consts, carry = scan_counts(eqn)
-    return (
-        list(columns[:consts]),
-        list(columns[consts : consts + carry]),
-        list(columns[consts + carry :]),
-    )
-
-
 def _plan_while(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    cond_consts, body_consts, carry = _while_parts(eqn, tags)
+    cond_consts, body_consts, carry = _parts(eqn, tags)
     body, carry = _loop_plan(eqn.params["body_jaxpr"], body_consts, carry, [], plan)
     return (plan(eqn.params["cond_jaxpr"], (*cond_consts, *carry)), body), tuple(carry)
 
@@ -362,32 +327,34 @@ def _run_while(
     """Bind the primitive itself: `lax.while_loop` refuses the batched condition that a
     loop has under `vmap`.
     """
-    cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
-    cond, new_consts = _retraced(
-        lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry]
-    )
-    cond_consts = [*new_consts, *cond_consts]
-    body, new_consts = _retraced(
-        lambda *operands: run(step.plans[1], operands), [*body_consts, *carry]
-    )
-    body_consts = [*new_consts, *body_consts]
-    params = {
-        "cond_nconsts": len(cond_consts),
-        "body_nconsts": len(body_consts),
-        "cond_jaxpr": jex_core.ClosedJaxpr(cond, ()),
-        "body_jaxpr": jex_core.ClosedJaxpr(body, ()),
-    }
-    return step.eqn.primitive.bind(
-        *cond_consts, *body_consts, *carry, **(step.eqn.params | params)
-    )
+    *closed_over, carry = _parts(step.eqn, operands)
+    params, operands = dict(step.eqn.params), []
+    for name, plan, consts in zip(
+        ("cond", "body"), step.plans, closed_over, strict=True
+    ):
+        program, new = _retraced(
+            lambda *xs, plan=plan: run(plan, xs), [*consts, *carry]
+        )
+        params[f"{name}_jaxpr"] = jex_core.ClosedJaxpr(program, ())
+        params[f"{name}_nconsts"] = len(new) + len(consts)
+        operands += [*new, *consts]
+    return step.eqn.primitive.bind(*operands, *carry, **params)
 
 
-def _while_parts(
-    eqn: JaxprEqn, columns: Sequence[Any]
+def _parts(
+    eqn: JaxprEqn, column: Sequence[Any]
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    first = eqn.params["cond_nconsts"]
-    second = first + eqn.params["body_nconsts"]
-    return list(columns[:first]), list(columns[first:second]), list(columns[second:])
+    """Split a column with an entry for each operand of a loop: what the body closes
+    over, what is carried, what is sliced in each iteration; of `while` what the
+    condition closes over, what the body does, what is carried.
+    """
+    first, second = (
+        scan_counts(eqn)
+        if eqn.primitive.name == "scan"
+        else (eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
+    )
+    column = list(column)
+    return column[:first], column[first : first + second], column[first + second :]
 
 
 def _loop_plan(

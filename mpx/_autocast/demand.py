@@ -33,10 +33,10 @@ def with_demands(
         results = [found.get(v, _UNKNOWN) for v in step.eqn.outvars]
         if step.action == "round_cotangent" and not _are_activated(step.eqn, results):
             step = step._replace(action="keep")
-        if step.action == "narrow" and step.runs_in.is_narrow:
+        if step.action == "narrow" and step.precision.is_narrow:
             step = step._replace(
                 is_read_wide=any(
-                    demand.used_in != step.runs_in.dtype for demand in results
+                    demand.used_in != step.precision.dtype for demand in results
                 )
             )
         decided.append(step)
@@ -70,9 +70,7 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
         ]
     if is_call(eqn):  # it runs as traced
         program = open_jaxpr(called_jaxpr(eqn))
-        _, inside = with_demands(
-            program, [Step(inner, "keep", None, (), ()) for inner in program.eqns]
-        )
+        _, inside = with_demands(program, list(map(Step, program.eqns)))
         activated = (v in inside and inside[v].is_activated for v in program.invars)
         return [
             Demand(is_activated=is_activated or are_activated)
@@ -86,7 +84,7 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
     moves = DEFAULT_RULES.get(eqn.primitive.name) == "follow"
     demand = Demand(is_activated=are_activated if moves else not is_sum)
     if step.action == "narrow":
-        narrowed_to = step.runs_in.dtype if step.runs_in.is_narrow else None
+        narrowed_to = step.precision.dtype if step.precision.is_narrow else None
         demand = demand._replace(used_in=narrowed_to, cotangent_in=narrowed_to)
 
         # An elementwise operation in 16 bits rounds the cotangents of a bias before

@@ -238,7 +238,7 @@ def _is_arithmetic(eqn: JaxprEqn) -> bool:
 
 
 def _runs_in(step: Step) -> str:
-    if step.precision is not None and step.action != "map":
+    if not step.precision.is_plain and step.action != "map":
         return step.precision.name
     dtypes = {
         dtype_of(v) for v in step.eqn.invars if jnp.issubdtype(dtype_of(v), jnp.inexact)

@@ -31,7 +31,7 @@ from mpx._primitives import facts_of
 
 def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
     """Return the results of a plan's program, each in the dtype it was traced with."""
-    if not plan.changes:
+    if plan.runs_as_traced:
         return jex_core.jaxpr_as_fun(closed_jaxpr(plan.jaxpr))(*operands)
     program = open_jaxpr(plan.jaxpr)
     values = dict(zip(program.constvars, constants_of(plan.jaxpr), strict=True))
@@ -71,13 +71,13 @@ def _run_narrowed(
         results = [_contracted(step, settings)(eqn, operands)]
     else:
         narrow = [
-            _narrowed(x, v, eqn, step.runs_in.dtype)
+            _narrowed(x, v, eqn, step.precision.dtype)
             for x, v in zip(operands, eqn.invars, strict=True)
         ]
         results = eqn.primitive.bind(*narrow, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
     results = [_as_traced(x, v) for x, v in zip(results, eqn.outvars, strict=True)]
-    return [rounding.kept(x, step.runs_in, on_gpu=step.is_read_wide) for x in results]
+    return [rounding.kept(x, step.precision, on_gpu=step.is_read_wide) for x in results]
 
 
 def _run_if_mapped(
@@ -92,7 +92,7 @@ def _run_transfer(
 ) -> list[Any]:
     wants_wide = settings.has_wide_gradients and not step.in_tags[0].is_product
     return [
-        contraction.transferred(step.eqn, operands[0], step.runs_in.dtype, wants_wide)
+        contraction.transferred(step.eqn, operands[0], step.precision.dtype, wants_wide)
     ]
 
 
@@ -120,14 +120,14 @@ _ACTIONS: dict[str, Callable[[Step, list[Any], Run, Settings], Sequence[Any]]] =
 
 def _contracted(step: Step, settings: Settings) -> mapped.Narrow:
     """Return the function that runs a contraction in the compute dtype."""
-    wants_wide = settings.has_wide_gradients and step.runs_in.is_narrow
+    wants_wide = settings.has_wide_gradients and step.precision.is_narrow
     wide = [
         wants_wide and tag.is_argument and is_f32(v)
         for v, tag in zip(step.eqn.invars, step.in_tags, strict=True)
     ]
-    in_memory = [tag.in_memory or step.runs_in.dtype for tag in step.in_tags]
+    in_memory = [tag.in_memory or step.precision.dtype for tag in step.in_tags]
     return lambda eqn, operands: contraction.run_narrowed(
-        eqn, operands, step.runs_in, wide[:2], in_memory[:2]
+        eqn, operands, step.precision, wide[:2], in_memory[:2]
     )
 
 

@@ -126,7 +126,7 @@ def _pays(user: Step, members: list[Step]) -> bool:
     """
     if not any(facts_of(step.eqn).transcendental for step, _, _ in walk(members)):
         return False
-    return user.runs_in.fp8 is not None or any(
+    return user.precision.fp8 is not None or any(
         step.action == "round_cotangent" for step in members
     )
 
@@ -176,7 +176,7 @@ def _activation(
     # Those inside have theirs.
     place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())
     eqn = eqns[-1].replace(invars=[*part.invars], outvars=[result], source_info=place)
-    return Step(eqn, "recompute", user.precision, in_tags, plan.out_tags, (plan,))
+    return Step(eqn, in_tags, plan.out_tags, "recompute", user.precision, (plan,))
 
 
 def _without_names(plan: Plan) -> Any:
@@ -238,11 +238,11 @@ def run_activation(
 
     def activation(*operands: Any) -> Any:
         return lax.convert_element_type(
-            run_plan(plan, unpacked(operands, crossings))[0], step.runs_in.dtype
+            run_plan(plan, unpacked(operands, crossings))[0], step.precision.dtype
         )
 
     assert isinstance(plan, Activation), "the plan that `_activation` made"
     if not plan.checkpoints:
         plan.checkpoints.append(jax.checkpoint(activation))
     result = plan.checkpoints[0](*packed(operands, crossings))
-    return [rounding.kept(lax.convert_element_type(result, np.float32), step.runs_in)]
+    return [rounding.kept(lax.convert_element_type(result, np.float32), step.precision)]

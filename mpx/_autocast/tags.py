@@ -19,22 +19,16 @@ from mpx._primitives import facts_of
 class Tag(NamedTuple):
     """Holds what is known about a value."""
 
-    representable_in: np.dtype | None = (
-        None  # a 16-bit dtype that has this float32 value
-    )
-    precision: ContractionPrecision | None = (
-        None  # what an override of the policy asks for in contractions with it
-    )
+    # a 16-bit dtype that has this float32 value
+    representable_in: np.dtype | None = None
+    # what an override of the policy asks for in contractions with it
+    precision: ContractionPrecision | None = None
     # whether it has elements of the function's arguments, whose gradients a user gets
     is_argument: bool = False
     # whether an element may occur twice, so that cotangents have yet to be added up
     is_copied: bool = False
-    gradient_in: np.dtype | None = (
-        # the dtype that its gradient, of one use, may be rounded to once it is a sum
-        None
-    )
-    # whether the program has it in 16 bits by its own casts
-    is_widened: bool = False
+    # the dtype that its gradient, of one use, may be rounded to once it is a sum
+    gradient_in: np.dtype | None = None
     # whether an element is cast to 16 bits by the program, or of a named argument
     is_cast: bool = False
     # whether it is a narrowed contraction's result: that contraction rounds its
@@ -88,19 +82,16 @@ def tag_of_elements(
     """Return the tag of a result that has elements of these operands."""
     floats = [(v, tag) for v, tag in pairs if jnp.issubdtype(dtype_of(v), jnp.floating)]
     arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
-    asked = [tag.precision for _, tag in arrays if tag.precision is not None]
     facts = facts_of(eqn)
     casts = eqn.primitive.name == "convert_element_type" and is_half(result)
     is_broadcast = facts.elementwise and any(is_smaller(v, result) for v, _ in arrays)
     return Tag(
         _common_dtype(eqn, floats, result, constants_in),
-        precisions.widest(asked) if asked else None,
+        precisions.widest(tag.precision for _, tag in arrays),
         is_argument=any(tag.is_argument for _, tag in arrays),
         is_copied=is_broadcast
         or facts.copies_of_operand == "many"
         or any(tag.is_copied for _, tag in arrays),
-        is_widened=bool(arrays)
-        and all(tag.is_widened or dtype_of(v).itemsize == 2 for v, tag in arrays),
         is_cast=casts or any(tag.is_cast for _, tag in arrays),
         is_product=facts.copies_of_operand == "one"
         and all(tag.is_product for _, tag in arrays),
@@ -144,7 +135,6 @@ def common(*tags: Tag) -> Tag:
         shared({tag.precision for tag in tags}),
         is_argument=any(tag.is_argument for tag in tags),
         is_copied=any(tag.is_copied for tag in tags),
-        is_widened=all(tag.is_widened for tag in tags),
         is_cast=any(tag.is_cast for tag in tags),
         # `is_product` stays false: the contraction of one branch does not round the
         # cotangent of the other's.

@@ -95,7 +95,7 @@ class Autocast:
             values = evaluate(arrays)
             if scale is not None:
                 values = differentiation.with_cotangents_times(values, scale)
-            if self.needs_a_scale and traced.plan.changes:
+            if self.needs_a_scale and not traced.plan.runs_as_traced:
                 values = differentiation.needing_a_scale(values, _name(self.fun))
         result, changes = traced.rebuild(values)
         in_place.hand_back((args, kwargs), changes)
@@ -600,7 +600,7 @@ def _bits(step: Step) -> int:
 
 def _is_in_8_bits(step: Step) -> bool:
     """Return whether a product runs in 8-bit floats, here or by an autocast inside."""
-    return _bits(step) == 8 or bool(step.precision and step.precision.fp8)
+    return _bits(step) == 8 or step.precision.fp8 is not None
 
 
 def _represented(view: differentiation.View | None) -> np.dtype | None:
