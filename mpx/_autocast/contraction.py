@@ -212,18 +212,7 @@ def run_narrowed(
             *operands, **(eqn.params | {"precision": precision.algorithm})
         )
     operands = [*(rounding.kept(x, precision) for x in operands[:2]), *operands[2:]]
-    if any(wide_gradients):
-        return wide.contract(eqn, operands, precision.dtype, wide_gradients)
-    # Each use rounds its own copy. A shared copy would add up the cotangents of its
-    # uses in 16 bits.
-    lhs, rhs, *rest = operands
-    narrow = (
-        lax.convert_element_type(lhs, precision.dtype),
-        lax.convert_element_type(rhs, precision.dtype),
-    )
-    return eqn.primitive.bind(
-        *narrow, *rest, **(eqn.params | {"preferred_element_type": precision.dtype})
-    )
+    return wide.contract(eqn, operands, precision.dtype, wide_gradients)
 
 
 def transferred(

@@ -32,12 +32,16 @@ class View:
 
     narrow: Any  # the parameter as the user has it, in 16 bits or in float32
     wide: Any
-    gradient_in: np.dtype | None = (
-        None  # the 16-bit dtype that its gradient is rounded to, if it may be early
-    )
+    # the 16-bit dtype that its gradient is rounded to, if it may be early
+    gradient_in: np.dtype | None = None
     # One entry for each autocast function that took it: the 16-bit dtype that this
     # function rounds its gradient to.
     rounded_to: list[np.dtype | None] = dataclasses.field(default_factory=list)
+
+    @property
+    def stored_in(self) -> np.dtype | None:
+        """The 16-bit dtype that has its values, or None."""
+        return None if self.narrow is self.wide else self.narrow.dtype
 
 
 @dataclasses.dataclass(frozen=True)

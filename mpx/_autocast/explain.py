@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -89,11 +89,8 @@ class Explanation(_tables.Result):
 
     def _share(self, counts: Callable[[Row], bool]) -> float:
         total = sum(row.flops for row in self.contractions)
-        return (
-            sum(row.flops for row in self.contractions if counts(row)) / total
-            if total
-            else math.nan
-        )
+        counted = sum(row.flops for row in self.contractions if counts(row))
+        return counted / total if total else math.nan
 
     def _parts(self) -> Iterator[_tables.Table]:
         share = "of no FLOPs" if self.contractions else "none"
@@ -109,19 +106,9 @@ class Explanation(_tables.Result):
                 f" {self.wide_gradients}"
             )
         lines = [("where", "operation", "operands", "runs in", "why", "count", "FLOPs")]
-        for r in self.contractions:
-            why = r.reason or "narrowed"
-            lines.append(
-                (
-                    r.where,
-                    r.operations,
-                    r.shapes,
-                    r.runs_in,
-                    why,
-                    f"{r.count:,}",
-                    f"{r.flops:,}",
-                )
-            )
+        for row in map(dataclasses.astuple, self.contractions):
+            *words, reason, count, flops = row
+            lines.append((*words, reason or "narrowed", f"{count:,}", f"{flops:,}"))
         if not any(row.reason for row in self.contractions):
             # The title says that all are narrowed.
             lines = [(*line[:4], *line[5:]) for line in lines]
@@ -179,12 +166,8 @@ def explain(
         )
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        found = _summed(
-            walk(record.trace(args, kwargs).plan.steps), record.settings.precision.name
-        )
-        return dataclasses.replace(
-            found, wide_gradients=_why_wide_gradients(record.settings)
-        )
+        steps = walk(record.trace(args, kwargs).plan.steps)
+        return _summed(steps, record.settings)
 
     return explained
 
@@ -200,31 +183,29 @@ def _why_wide_gradients(settings: Settings) -> str:
     )
 
 
-def _summed(steps: Iterable[PlacedStep], asked_for: str) -> Explanation:
+def _summed(steps: Iterable[PlacedStep], settings: Settings) -> Explanation:
     """Add up the steps of each line that run in the same precision."""
-    contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(
-        lambda: [0, 0]
-    )
-    others = 0
+    counts: Counter[tuple[str, str, str, str, str]] = Counter()
+    flops, others = counts.copy(), 0
     for step, times, outer in steps:
         eqn = step.eqn
         if facts_of(eqn).contraction:
-            shapes = " ".join(map(_shape, eqn.invars[:2]))
-            found = contractions[
-                line_of(eqn, outer),
+            row = (
+                _line_of(eqn, outer),
                 eqn.primitive.name,
-                shapes,
+                " ".join(map(_shape, eqn.invars[:2])),
                 _runs_in(step),
                 step.reason or "",
-            ]
-            found[0] += times
-            found[1] += times * contraction.flops(eqn)
+            )
+            counts[row] += times
+            flops[row] += times * contraction.flops(eqn)
         elif _is_arithmetic(eqn):
             others += times
     return Explanation(
-        tuple(Row(*key, *numbers) for key, numbers in contractions.items()),
+        tuple(Row(*row, count, flops[row]) for row, count in counts.items()),
         others,
-        asked_for,
+        settings.precision.name,
+        _why_wide_gradients(settings),
     )
 
 
@@ -253,23 +234,20 @@ def _shape(v: Any) -> str:
     return f"{_SHORT.get(dtype, dtype)}[{','.join(map(str, v.aval.shape))}]"
 
 
-def line_of(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:
+def _line_of(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:
     """Return the line of the user's code for an operation, or for the nearest operation
     around it that has one.
     """
-    return next(
-        filter(None, map(_users_line, (eqn, *outer))), None
-    ) or source_info_util.summarize(eqn.source_info)
+    found = filter(None, map(_users_line, (eqn, *outer)))
+    return next(found, None) or source_info_util.summarize(eqn.source_info)
 
 
 def _users_line(eqn: JaxprEqn) -> str | None:
     """Return the innermost line that is not in an installed package, if any."""
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    for frame in frames:
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
         path = pathlib.Path(frame.file_name)
-        if not {"site-packages", "dist-packages"} & set(
-            path.parts
-        ) and not path.is_relative_to(_OWN_FOLDER):
+        is_installed = {"site-packages", "dist-packages"} & {*path.parts}
+        if not (is_installed or path.is_relative_to(_OWN_FOLDER)):
             name = frame.function_name.rsplit(".<locals>.")[-1]
             return f"{_short_path(path)}:{frame.line_num} ({name})"
     return None

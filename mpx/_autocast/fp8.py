@@ -51,15 +51,6 @@ def why_not(eqn: JaxprEqn, fp8: Fp8) -> str | None:
     return None
 
 
-class Operand(NamedTuple):
-    """An operand in memory."""
-
-    numbers: jax.Array
-    # Same absolute maximum as `numbers`, read where they are computed, so that XLA can
-    # fuse the reduction.
-    measured: jax.Array
-
-
 class Codes(NamedTuple):
     """An operand in 8 bits, worth `codes * inverse_scale`."""
 
@@ -108,7 +99,8 @@ def run_in_8_bits(
         return multiply(a, b)
 
     def coded(x: jax.Array, dtype: np.dtype) -> Codes:
-        return _encoded(_written(x, dtype), forward)
+        narrow = lax.convert_element_type(x, dtype)
+        return _encoded(_written(narrow), narrow, forward)
 
     def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
         left, right = (
@@ -134,9 +126,8 @@ def run_in_8_bits(
         of_columns = lax.optimization_barrier(
             _largest(cotangent, range(cotangent.ndim - 1))
         )
-        g = _encoded(
-            Operand(_written(cotangent, RESULTS).numbers, of_columns), backward
-        )
+        narrow = lax.convert_element_type(cotangent, RESULTS)
+        g = _encoded(_written(narrow), of_columns, backward)
         # Contracted axes come out in the order of the other operand.
         lhs_axes = (*lhs_outer, *_in_order_of(rhs_contracting, lhs_contracting))
         rhs_axes = (*_in_order_of(lhs_contracting, rhs_contracting), *rhs_outer)
@@ -172,14 +163,13 @@ def _of_bits(x: Codes, dtype: Any) -> Codes:
     return Codes(lax.bitcast_convert_type(x.codes, dtype), x.inverse_scale)
 
 
-def _written(x: jax.Array, dtype: np.dtype) -> Operand:
-    """Write an operand to memory in a dtype, if it is not there yet.
+def _written(narrow: jax.Array) -> jax.Array:
+    """Write an operand to memory in its dtype, if it is not there yet.
 
     Without the barrier XLA would write it in float32 between the two passes that read
     it, and would give everything around a weight the layout that the product wants.
     """
-    narrow = lax.convert_element_type(x, dtype)
-    return Operand(lax.optimization_barrier(narrow), narrow)
+    return lax.optimization_barrier(narrow)
 
 
 def _product(
@@ -224,16 +214,18 @@ def _places(axes: Sequence[int]) -> list[int]:
     return sorted(range(len(axes)), key=axes.__getitem__)
 
 
-def _encoded(operand: Operand, dtype: np.dtype) -> Codes:
-    """Round an operand to 8 bits."""
-    largest = _largest(operand.measured, range(operand.measured.ndim))
+def _encoded(x: jax.Array, measured: jax.Array, dtype: np.dtype) -> Codes:
+    """Round an operand to 8 bits.
+
+    `measured` has its absolute maximum, and is read where the operand is computed, so
+    that XLA can fuse the reduction.
+    """
+    largest = _largest(measured, range(measured.ndim))
     # Of the mesh, inside a shard map.
     axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))
     largest = lax.pmax(largest, axes) if axes else largest
     exponent = scale_exponents(lax.bitcast_convert_type(largest, np.int32), dtype)
-    scaled = lax.convert_element_type(operand.numbers, np.float32) * power_of_two(
-        exponent
-    )
+    scaled = lax.convert_element_type(x, np.float32) * power_of_two(exponent)
     return Codes(lax.convert_element_type(scaled, dtype), power_of_two(-exponent))
 
 

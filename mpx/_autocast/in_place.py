@@ -29,7 +29,7 @@ class Copy:
     # Of the modules, before a function changes them; by paths.
     arrays: Mapping[Any, Any]
 
-    def changes(self, are_wanted: Any = True) -> Any:
+    def find_changes(self, are_wanted: Any = True) -> Any:
         """Return the state of what modules have now and did not have before, and the
         paths of what they lost; or None.
 

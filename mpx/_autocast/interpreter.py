@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
@@ -17,7 +16,6 @@ from mpx._autocast import contraction, mapped, recompute, rounding
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import Plan, Run, Settings, Step
 from mpx._jaxprs import (
-    closed_jaxpr,
     constants_of,
     dtype_of,
     is_f32,
@@ -31,8 +29,6 @@ from mpx._primitives import facts_of
 
 def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
     """Return the results of a plan's program, each in the dtype it was traced with."""
-    if plan.runs_as_traced:
-        return jex_core.jaxpr_as_fun(closed_jaxpr(plan.jaxpr))(*operands)
     program = open_jaxpr(plan.jaxpr)
     values = dict(zip(program.constvars, constants_of(plan.jaxpr), strict=True))
     values.update(zip(program.invars, operands, strict=True))
@@ -99,13 +95,8 @@ def _run_transfer(
 def _run_with_rounded_cotangent(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> list[Any]:
-    dtype = next(tag.representable_in for tag in step.in_tags if tag.is_product)
-    assert dtype is not None, "a product is in a 16-bit dtype"
-    return [
-        contraction.with_rounded_cotangent(
-            step.eqn.primitive.bind(*operands, **step.eqn.params), dtype
-        )
-    ]
+    result = step.eqn.primitive.bind(*operands, **step.eqn.params)
+    return [contraction.with_rounded_cotangent(result, step.precision.dtype)]
 
 
 _ACTIONS: dict[str, Callable[[Step, list[Any], Run, Settings], Sequence[Any]]] = {

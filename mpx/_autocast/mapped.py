@@ -7,6 +7,7 @@ derivatives of its float32 program. JAX's rule for a batch tells what the produc
 becomes: that of two matrices runs in the compute dtype, any other one stays.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,13 +49,12 @@ def _transposed(
     is_left = ad.is_undefined_primal(lhs)
     x, other = (lhs, rhs) if is_left else (rhs, lhs)
 
-    def forward(x, other):
-        return wide.run_program(
-            *((x, other) if is_left else (other, x)), program=program
-        )
-
     def pull(cotangent, other):
-        return jax.linear_transpose(lambda x: forward(x, other), x.aval)(cotangent)[0]
+        def forward(x):
+            pair = (x, other) if is_left else (other, x)
+            return wide.run_program(*pair, program=program)
+
+        return jax.linear_transpose(forward, x.aval)(cotangent)[0]
 
     result = _bound(pull, (cotangent, other), narrow)
     return [result, None] if is_left else [None, result]
@@ -63,9 +63,8 @@ def _transposed(
 def _batched(
     operands: list[Any], axes: list[int | None], program: ClosedJaxpr, narrow: Narrow
 ) -> tuple[Any, int]:
-    batched = jax.make_jaxpr(
-        jax.vmap(lambda *operands: wide.run_program(*operands, program=program), axes)
-    )(*operands)
+    one = functools.partial(wide.run_program, program=program)
+    batched = jax.make_jaxpr(jax.vmap(one, axes))(*operands)
 
     def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
         if contraction.why_no_gain(eqn) is not None:
@@ -86,7 +85,7 @@ ad.defjvp(
 ad.primitive_transposes[_mapped] = _transposed
 batching.primitive_batchers[_mapped] = _batched
 jet.jet_rules[_mapped] = lambda primals, series, program, narrow: jet.jet(
-    lambda *operands: wide.run_program(*operands, program=program), primals, series
+    functools.partial(wide.run_program, program=program), primals, series
 )
 mlir.register_lowering(
     _mapped, mlir.lower_fun(wide.run_program, multiple_results=False)

@@ -118,8 +118,10 @@ class Planner:
         # to tell.
         if name in DEFAULT_RULES:
             return _as_traced(eqn, tags, f"the rule for {name} is {rule}")
-        if name == "add" and _adds_a_bias(eqn, tags):
-            return Step(eqn, tags, (UNKNOWN,), "round_cotangent")
+        product_in = _product_with_a_bias(eqn, tags) if name == "add" else None
+        if product_in is not None:
+            precision = precisions.precision_of_dtype(product_in)
+            return Step(eqn, tags, (UNKNOWN,), "round_cotangent", precision)
         reason = f"autocast does not enter {name}"
         if facts_of(eqn).runs == "custom":
             reason = "a custom derivative belongs to the function that its author wrote"
@@ -247,9 +249,9 @@ def _why_kept(
     return None if has_float32 else "operands and results are not float32"
 
 
-def _adds_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
-    """Return whether an addition adds a bias, copies of a smaller array, to the result
-    of a narrowed contraction.
+def _product_with_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> np.dtype | None:
+    """Return the dtype of the narrowed contraction to whose result an addition adds a
+    bias, copies of a smaller array; None if it does not.
 
     The contraction rounds the cotangent. XLA would write it in float32 too, to add up
     the bias's gradient.
@@ -259,7 +261,11 @@ def _adds_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> bool:
     def is_bias(v, tag):
         return not is_literal(v) and (tag.is_copied or is_smaller(v, result))
 
-    return any(
-        tag.is_product and not is_smaller(v, result) and is_bias(*other)
-        for (v, tag), other in zip(pairs, pairs[::-1], strict=True)
+    return next(
+        (
+            tag.representable_in
+            for (v, tag), other in zip(pairs, pairs[::-1], strict=True)
+            if tag.is_product and not is_smaller(v, result) and is_bias(*other)
+        ),
+        None,
     )

@@ -68,18 +68,15 @@ def with_activations(plan: Plan, settings: Settings) -> Plan:
                 new |= {id(step): () for step in members} | {
                     id(members[-1]): (activation,)
                 }
+
+    def with_those_inside(step: Step) -> Step:
+        if step.action != "enter" or step.eqn.primitive.name != "jit":
+            return step
+        plans = [with_activations(inside, settings) for inside in step.plans]
+        return step._replace(plans=tuple(plans))
+
     steps = [step for old in plan.steps for step in new.get(id(old), (old,))]
-    return dataclasses.replace(
-        plan, steps=tuple(_with_activations_inside(step, settings) for step in steps)
-    )
-
-
-def _with_activations_inside(step: Step, settings: Settings) -> Step:
-    if step.action != "enter" or step.eqn.primitive.name != "jit":
-        return step
-    return step._replace(
-        plans=tuple(with_activations(plan, settings) for plan in step.plans)
-    )
+    return dataclasses.replace(plan, steps=tuple(map(with_those_inside, steps)))
 
 
 def _rounds_an_activation(step: Step) -> bool:

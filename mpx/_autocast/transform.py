@@ -7,7 +7,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,20 @@ _CHECKPOINTS = (
 )
 
 
+class _Argument(NamedTuple):
+    """A leaf of the arguments that is an array."""
+
+    leaf: Any
+    view: differentiation.View | None  # if a gradient around differentiates it
+    name: str  # its path inside of the argument
+    is_as_it_is: bool  # whether the user wants it in its own dtype
+
+    @property
+    def is_viewed(self) -> bool:
+        """Return whether the function gets a float32 view of it."""
+        return _trees.is_narrower(self.leaf) and not self.is_as_it_is
+
+
 @dataclasses.dataclass(frozen=True)
 class Autocast:
     """The parts of an autocast function, as other parts of mpx read them from it."""
@@ -59,7 +73,7 @@ class Autocast:
     # If float16 needs no scale from `value_and_grad`.
     loss_scale: NoOpLossScale | StaticLossScale | None
     # The arguments that get no float32 view: numbers, or a pattern of paths.
-    as_they_are: tuple[int, ...] | str = ()
+    as_they_are: tuple[int, ...] | str
 
     def run(
         self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -105,98 +119,81 @@ class Autocast:
         """Trace the function on a float32 view of its arguments, and plan what to do
         with each operation.
         """
-        flat, names = (
-            jax.tree.leaves_with_path((args, kwargs)),
-            _trees.path_names((args, kwargs)),
-        )
+        # The paths of leaves inside of their arguments.
+        names = {
+            path: "/".join(name.split("/")[2:])
+            for path, name in _trees.path_names((args, kwargs)).items()
+        }
+        kept = self._as_they_are(names)
+        flat = jax.tree.leaves_with_path((args, kwargs))
         views, leaves = differentiation.views_of(
             [leaf for _, leaf in flat], _name(self.fun)
         )
-        positions = [
-            i
-            for i, leaf in enumerate(leaves)
-            if _trees.is_array(leaf) and not isinstance(leaf, np.bool_)
+        arrays, put = _trees.partition_leaves(leaves, _is_traced)
+        given = [
+            _Argument(leaf, view, names[path], path in kept)
+            for (path, _), leaf, view in zip(flat, leaves, views, strict=True)
+            if _is_traced(leaf)
         ]
         result: list[Any] = []
 
         def program(*arrays):
-            given = dict(zip(positions, arrays, strict=True))
-            copy = in_place.copy_with(
-                args, kwargs, [given.get(i, leaf) for i, leaf in enumerate(leaves)]
-            )
+            viewed = [
+                x.astype(np.float32) if argument.is_viewed else x
+                for x, argument in zip(arrays, given, strict=True)
+            ]
+            copy = in_place.copy_with(args, kwargs, put(viewed))
             returned = self.fun(*copy.args, **copy.kwargs)
             _require_leaves(self.fun, jax.tree.leaves(returned))
-            out, out_treedef = jax.tree.flatten((returned, copy.changes()))
+            out, out_treedef = jax.tree.flatten((returned, copy.find_changes()))
             result[:] = [
                 out_treedef,
                 [None if _trees.is_array(leaf) else leaf for leaf in out],
             ]
             return [leaf for leaf in out if _trees.is_array(leaf)]
 
-        arrays = [leaves[i] for i in positions]
         arrays = [
             jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x
             for x in arrays
         ]
-        kept = self._as_they_are(flat, names)
-        halves = [
-            n
-            for n, i in enumerate(positions)
-            if i not in kept and _trees.is_narrower(flat[i][1])
-        ]
-
-        def of_views(*arrays):
-            widened = [*arrays]
-            for n in halves:
-                widened[n] = arrays[n].astype(np.float32)
-            return program(*widened)
-
         try:
-            jaxpr = jax.make_jaxpr(of_views)(*arrays)
+            jaxpr = jax.make_jaxpr(program)(*arrays)
         except TypeError as error:
             _explain_dtypes(error)
             raise
         tags = [
             Tag(
-                _represented(views[i]),
-                self._override(names[flat[i][0]], leaves[i]),
+                view and view.stored_in,
+                self._override(name, leaf),
                 is_argument=True,
-                gradient_in=getattr(views[i], "gradient_in", None),
-                is_cast=i in kept,
+                gradient_in=view and view.gradient_in,
+                is_cast=is_as_it_is,
             )
-            for i in positions
+            for leaf, view, name, is_as_it_is in given
         ]
         plan = Planner(self.settings).plan(jaxpr, tuple(tags))
-        rounded_to = [
-            None if self.settings.has_wide_gradients else demand.cotangent_in
-            for demand in plan.demands
-        ]
-        by_position = dict(zip(positions, rounded_to, strict=True))
-        for i, view in enumerate(views):
-            if view is not None:
-                view.rounded_to.append(by_position.get(i))
-        treedef, static = result
-        return Traced(plan, arrays, treedef, static)
+        for argument, demand in zip(given, plan.demands, strict=True):
+            if argument.view is not None:
+                argument.view.rounded_to.append(
+                    None if self.settings.has_wide_gradients else demand.cotangent_in
+                )
+        return Traced(plan, arrays, *result)
 
-    def _as_they_are(
-        self, flat: Sequence[tuple[Any, Any]], names: Mapping[Any, str]
-    ) -> set[int]:
-        """Return the positions of leaves that the user wants in their own dtype."""
-        if self.as_they_are == ():
-            return set()
+    def _as_they_are(self, names: Mapping[Any, str]) -> set[Any]:
+        """Return the paths of leaves that the user wants in their own dtype."""
 
         def is_named(path: Any) -> bool:
             if isinstance(self.as_they_are, str):
-                return bool(re.search(self.as_they_are, _path_in_argument(names[path])))
+                return bool(re.search(self.as_they_are, names[path]))
             return path[0].idx == 0 and path[1].idx in self.as_they_are
 
-        kept = {i for i, (path, _) in enumerate(flat) if is_named(path)}
-        if not kept:
+        kept = set(filter(is_named, names))
+        if not kept and self.as_they_are != ():
             raise ValueError(
                 f"`autocast`: `as_they_are={self.as_they_are!r}` names no argument of"
                 f" `{_name(self.fun)}`, and no leaf of one. Give numbers of arguments,"
                 " or a pattern that is found in the path of a leaf:"
-                f" {_errors.listed([_path_in_argument(x) for x in names.values()], 4)}."
+                f" {_errors.listed(list(names.values()), 4)}."
             )
         return kept
 
@@ -221,7 +218,7 @@ class Autocast:
         """
         if self.policy is None or not _trees.is_floating(leaf):
             return None
-        dtype = self.policy.override_at(_path_in_argument(name))
+        dtype = self.policy.override_at(name)
         return None if dtype is None else precisions.precision_of_dtype(dtype)
 
 
@@ -414,8 +411,6 @@ def make_autocast(
             f" `NoOpLossScale()` or None, but got {loss_scale!r}. A dynamic scale lives"
             " in the optimizer's state: see `mpx.value_and_grad`."
         )
-    if isinstance(loss_scale, StaticLossScale):
-        require_powers_of_two(loss_scale, "autocast")
     record = Autocast(
         fun,
         settings,
@@ -424,11 +419,13 @@ def make_autocast(
         loss_scale,
         _checked_names(as_they_are),
     )
-    if isinstance(loss_scale, StaticLossScale) and not record.has_float16:
-        raise ValueError(
-            f"`autocast`: `loss_scale` was given, but {precision.name} needs none."
-            " Leave it out."
-        )
+    if isinstance(loss_scale, StaticLossScale):
+        require_powers_of_two(loss_scale, "autocast")
+        if not record.has_float16:
+            raise ValueError(
+                f"`autocast`: `loss_scale` was given, but {precision.name} needs none."
+                " Leave it out."
+            )
     return record
 
 
@@ -443,11 +440,6 @@ def _checked_names(as_they_are: Any) -> tuple[int, ...] | str:
             f" paths such as 'cache|cached_key', but got {as_they_are!r}."
         )
     return tuple(numbers)
-
-
-def _path_in_argument(name: str) -> str:
-    """Return the path of a leaf without the name of the argument."""
-    return "/".join(name.split("/")[2:])
 
 
 def _explain_dtypes(error: TypeError) -> None:
@@ -498,34 +490,20 @@ def full_precision(fun: F) -> F:
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        dtypes = {
-            leaf.dtype
-            for leaf in jax.tree.leaves((args, kwargs))
-            if _trees.is_floating(leaf)
-        }
-        halves = {dtype for dtype in dtypes if dtype.itemsize == 2}
+        leaves = jax.tree.leaves((args, kwargs))
+        dtypes = {leaf.dtype for leaf in leaves if _trees.is_floating(leaf)}
         with jax.named_scope(DECIDED), jax.default_matmul_precision("highest"):
             # Pass the original arguments, since the function may change them.
-            if not halves:
+            if not any(map(_trees.is_narrower, leaves)):
                 return fun(*args, **kwargs)
-
-            def narrow(leaf):
-                return leaf.dtype.itemsize == 2
-
-            leaves = _trees.cast_tree(
-                jax.tree.leaves((args, kwargs)), jnp.float32, which=narrow
-            )
+            leaves = _trees.cast_tree(leaves, np.float32, which=_trees.is_narrower)
             wide = in_place.copy_with(args, kwargs, leaves)
             result = fun(*wide.args, **wide.kwargs)
-            in_place.hand_back((args, kwargs), wide.changes())
-
-            def is_f32(leaf):
-                return leaf.dtype == jnp.float32
-
-            return (
-                _trees.cast_tree(result, dtypes.pop(), which=is_f32)
-                if len(dtypes) == 1
-                else result
+            in_place.hand_back((args, kwargs), wide.find_changes())
+            if len(dtypes) > 1:
+                return result
+            return _trees.cast_tree(
+                result, dtypes.pop(), which=lambda leaf: leaf.dtype == np.float32
             )
 
     return wrapped  # type: ignore[return-value]
@@ -603,11 +581,8 @@ def _is_in_8_bits(step: Step) -> bool:
     return _bits(step) == 8 or step.precision.fp8 is not None
 
 
-def _represented(view: differentiation.View | None) -> np.dtype | None:
-    """Return the 16-bit dtype that has the values of a float32 argument, if one is
-    known.
-    """
-    return None if view is None or view.narrow is view.wide else view.narrow.dtype
+def _is_traced(leaf: Any) -> bool:
+    return _trees.is_array(leaf) and not isinstance(leaf, np.bool_)
 
 
 def _name(fun: Any) -> str:
@@ -623,14 +598,9 @@ def _require_leaves(fun: Any, leaves: list[Any]) -> None:
     """Raise for a result that is no pytree: JAX would not see the arrays inside of
     it.
     """
-
-    def is_plain(leaf):
-        return isinstance(
-            leaf, (bool, int, float, complex, str, bytes, np.dtype, enum.Enum)
-        )
-
+    plain = (bool, int, float, complex, str, bytes, np.dtype, enum.Enum)
     for leaf in leaves:
-        if not (_trees.is_array(leaf) or is_plain(leaf) or callable(leaf)):
+        if not (_trees.is_array(leaf) or isinstance(leaf, plain) or callable(leaf)):
             raise TypeError(
                 f"`autocast`: `{_name(fun)}` returns a value of type {type(leaf)},"
                 " which is neither an array nor a pytree. Return the arrays inside of"

@@ -7,6 +7,7 @@ with a float32 result. The contraction itself stays what it is: checkpoints and 
 recognize it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,19 +31,20 @@ def contract(
     params = eqn.params | {"preferred_element_type": dtype}
 
     def product(lhs: Any, rhs: Any, *rest: Any) -> Any:
+        # Each use rounds its own copy. A shared copy would add up the cotangents of its
+        # uses in 16 bits.
         narrow = [lax.convert_element_type(x, dtype) for x in (lhs, rhs)]
         return eqn.primitive.bind(*narrow, *rest, **params)
 
+    if not any(wide):
+        return product(*operands)
+
     def with_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        lhs, rhs, *rest = primals
-        result = product(lhs, rhs, *rest)
-        kept = [lax.convert_element_type(x, dtype) for x in (lhs, rhs)]
+        result, rest = product(*primals), primals[2:]
+        lhs, rhs = (lax.convert_element_type(x, dtype) for x in primals[:2])
         in_directions = (
-            (product, kept[1]),
-            (
-                lambda x, lhs, *rest: product(lhs, x, *rest),
-                kept[0],
-            ),
+            (product, rhs),
+            (lambda x, lhs, *rest: product(lhs, x, *rest), lhs),
         )
         parts = [
             (_derivative_of(function, is_wide=True) if is_wide else function)(
@@ -101,7 +103,7 @@ def _batched(
     """Batch as JAX batches the contraction itself, so that a weight without a batch
     gets one gradient.
     """
-    batched = jax.vmap(lambda *operands: run_program(*operands, program=program), axes)
+    batched = jax.vmap(functools.partial(run_program, program=program), axes)
     return _derivative_of(batched, is_wide=is_wide)(*operands), 0
 
 
