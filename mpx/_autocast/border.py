@@ -68,12 +68,12 @@ def crossing(
 
 def packed(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
     """Return values as they cross the border of a program."""
-    return [_packed(x, how) for x, how in zip(values, crossings, strict=True)]
+    return list(map(_packed, values, crossings))
 
 
 def unpacked(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
     """Return values as the program behind the border reads them, in float32."""
-    return [_unpacked(x, how) for x, how in zip(values, crossings, strict=True)]
+    return list(map(_unpacked, values, crossings))
 
 
 def _packed(x: Any, how: Crossing) -> Any:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex_core
@@ -119,7 +118,7 @@ def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[
     found = [views.get(id(leaf)) for leaf in leaves]
 
     def watched(x):
-        return _watched.bind(x, function=name) if is_watched(x) else x
+        return _watched.bind(x, function=name, parameter="") if is_watched(x) else x
 
     return found, [
         view.wide if view else watched(x) for x, view in zip(leaves, found, strict=True)
@@ -131,16 +130,16 @@ def parameter(wide: Any, dtype: np.dtype | None, name: str) -> Any:
     view, is noted.
     """
     is_wide = dtype is not None and wide.dtype != dtype
-    return _watched.bind(wide.astype(dtype), parameter=name) if is_wide else wide
+    if not is_wide:
+        return wide
+    return _watched.bind(wide.astype(dtype), function="", parameter=name)
 
 
-def _note(
-    cotangent: Any, _: Any, function: str = "", parameter: str | None = None
-) -> list[Any]:
-    if (current := _CURRENT.get()) and parameter is not None:
-        current.parameters[parameter] = cotangent.dtype
-    elif current:
+def _note(cotangent: Any, _: Any, function: str, parameter: str) -> list[Any]:
+    if (current := _CURRENT.get()) and function:
         current.functions.add(function)
+    elif current:
+        current.parameters[parameter] = cotangent.dtype
     return [cotangent]
 
 
@@ -163,36 +162,23 @@ def _sources(program: Any) -> set[tuple[str, str]]:
 
     def rule(eqn: JaxprEqn, operands: list[frozenset[str]]) -> Sequence[frozenset[str]]:
         names = frozenset[str]().union(*operands)
-        if eqn.primitive is _watched:
-            found.update(
-                (name, eqn.params["function"])
-                for name in names
-                if "function" in eqn.params
-            )
-            return [
-                (
-                    names | {eqn.params["parameter"]}
-                    if "parameter" in eqn.params
-                    else names
-                )
-            ]
+        if eqn.primitive is _watched and eqn.params["function"]:
+            found.update((name, eqn.params["function"]) for name in names)
+        elif eqn.primitive is _watched:
+            names |= {eqn.params["parameter"]}
         if is_call(eqn) or eqn.primitive.name == "cond":
             inside = propagate_inside(eqn, operands, rule, lambda _: frozenset())
             return [frozenset().union(*of_branches) for of_branches in inside]
-        for inner in map(open_jaxpr, jex_core.jaxprs_in_params(eqn.params)):
-            names = names.union(
-                *propagate(
-                    inner, [names] * len(inner.invars), rule, lambda _: frozenset()
-                )
-            )
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            names = names.union(*results_of(inner, names))
         return [names] * len(eqn.outvars)
 
-    propagate(
-        program,
-        [frozenset()] * len(open_jaxpr(program).invars),
-        rule,
-        lambda _: frozenset(),
-    )
+    def results_of(program: Any, names: frozenset[str]) -> list[frozenset[str]]:
+        """Return the names that go into each result, if they go into each input."""
+        inputs = [names] * len(open_jaxpr(program).invars)
+        return propagate(program, inputs, rule, lambda _: frozenset())
+
+    results_of(program, frozenset())
     return found
 
 
@@ -231,9 +217,7 @@ def needing_a_scale(values: list[Any], name: str) -> list[Any]:
 
     identity = jax.custom_jvp(lambda values: values)
     identity.defjvp(with_warning)
-    numbers, put = _trees.partition_leaves(
-        values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    )
+    numbers, put = _trees.partition_leaves(values, _trees.is_inexact)
     return put(identity(numbers))
 
 
@@ -252,9 +236,5 @@ def with_cotangents_times(arrays: list[Any], factor: ArrayLike) -> list[Any]:
         lambda arrays: (arrays, None),
         lambda _, cotangents: (jax.tree.map(multiplied, cotangents),),
     )
-
-    def is_number(x):
-        return jnp.issubdtype(x.dtype, jnp.inexact) and not isinstance(x, jax.Ref)
-
-    numbers, put = _trees.partition_leaves(arrays, is_number)
+    numbers, put = _trees.partition_leaves(arrays, _trees.is_inexact)
     return put(identity(numbers))

@@ -20,7 +20,7 @@ from mpx._autocast import contraction
 from mpx._autocast.plan import PlacedStep, Settings, Step, walk
 from mpx._autocast.precision import FP8
 from mpx._autocast.rules import DEFAULT_RULES
-from mpx._autocast.transform import autocast_of, make_autocast
+from mpx._autocast.transform import autocast, autocast_of
 from mpx._fp8 import Fp8
 from mpx._jaxprs import dtype_of
 from mpx._policy import Policy
@@ -148,22 +148,19 @@ def explain(
         >>> explanation.narrowed_share
         1.0
     """
-    record = autocast_of(fun)
-    if record is not None and policy_or_dtype is not None:
+    is_autocast = autocast_of(fun) is not None
+    if is_autocast and policy_or_dtype is not None:
         raise ValueError(
             "`explain` takes no policy for a function that `autocast` returned: it has"
             " its own."
         )
-    if record is None:
-        if policy_or_dtype is None:
-            raise ValueError(
-                "`explain` needs a policy or a dtype for a function that `autocast` did"
-                " not return, such as `mpx.explain(fun, 'bf16')`, or `--policy bf16` on"
-                " the command line."
-            )
-        record = make_autocast(
-            fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, reduce_dtype=None
+    if not is_autocast and policy_or_dtype is None:
+        raise ValueError(
+            "`explain` needs a policy or a dtype for a function that `autocast` did not"
+            " return, such as `mpx.explain(fun, 'bf16')`, or `--policy bf16` on the"
+            " command line."
         )
+    record: Any = autocast_of(fun if is_autocast else autocast(fun, policy_or_dtype))
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         steps = walk(record.trace(args, kwargs).plan.steps)

@@ -338,7 +338,6 @@ def autocast(
             that clips its cotangent clips the scaled one. `NoOpLossScale()` says that
             the caller scales the loss himself, or wants no scale. None warns: gradients
             below 6e-8 become zero in float16.
-
         as_they_are: what keeps its dtype inside of `fun`, such as a cache in 16 bits
             that it writes to: numbers of arguments, or a pattern that is found in the
             path of a leaf, as in the overrides of a policy (`"cache|cached_key"`).
@@ -372,24 +371,6 @@ def autocast(
     References:
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); the lists
         of `torch.amp`.
-    """
-    record = make_autocast(
-        fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale, as_they_are
-    )
-    return Function(record)  # type: ignore[return-value]
-
-
-def make_autocast(
-    fun: Callable[..., Any],
-    policy_or_dtype: Policy | Fp8 | DTypeLike,
-    rules: Mapping[Any, Rule],
-    checkpoint: str | Callable[..., Any] | None,
-    reduce_dtype: DTypeLike | None,
-    loss_scale: NoOpLossScale | StaticLossScale | None = None,
-    as_they_are: int | Sequence[int] | str = (),
-) -> Autocast:
-    """Check the arguments of `autocast`, and return the parts of an autocast
-    function.
     """
     if not callable(fun):
         raise TypeError(f"`autocast` needs a function, but got {type(fun).__name__}.")
@@ -426,7 +407,7 @@ def make_autocast(
                 f"`autocast`: `loss_scale` was given, but {precision.name} needs none."
                 " Leave it out."
             )
-    return record
+    return Function(record)  # type: ignore[return-value]
 
 
 def _checked_names(as_they_are: Any) -> tuple[int, ...] | str:
@@ -526,28 +507,23 @@ def _warn_if_nothing_is_narrowed(record: Autocast, plan: Plan) -> None:
 def _why_nothing_is_narrowed(
     precision: precisions.ContractionPrecision, plan: Plan
 ) -> str | None:
-    placed = [
-        (step, outer)
-        for step, _, outer in walk(plan.steps)
-        if facts_of(step.eqn).contraction
-    ]
-    if precision.fp8 is not None and any(
-        map(_is_in_8_bits, [step for step, _ in placed])
-    ):
-        return None
-    missed = [
-        step.reason for step, _ in placed if step.action == "narrow" and step.reason
-    ]
-    if precision.fp8 is not None and missed:
-        return f"the reason for the first of {len(missed)} is: {missed[0]}."
+    products, around = [], []
+    for step, _, outer in walk(plan.steps):
+        if facts_of(step.eqn).contraction:
+            products.append(step)
+            around += outer
+    if precision.fp8 is not None:
+        missed = [x.reason for x in products if x.action == "narrow" and x.reason]
+        if any(map(_is_in_8_bits, products)):
+            return None
+        if missed:
+            return f"the reason for the first of {len(missed)} is: {missed[0]}."
     # Kept products of 16 bits were narrowed by their author, or by an autocast inside.
     if not precision.is_narrow or any(
-        step.action == "narrow" or _bits(step) < 32 for step, _ in placed
+        step.action == "narrow" or _bits(step) < 32 for step in products
     ):
         return None
-    custom = [
-        eqn for _, outer in placed for eqn in outer if facts_of(eqn).runs == "custom"
-    ]
+    custom = [eqn for eqn in around if facts_of(eqn).runs == "custom"]
     if custom:
         return (
             "they stand in a function with a custom derivative,"
@@ -557,13 +533,13 @@ def _why_nothing_is_narrowed(
         )
     setting = getattr(jax.config, "jax_default_matmul_precision", None)
     if setting is not None and any(
-        contraction.asked_precision(step.eqn) for step, _ in placed
+        contraction.asked_precision(step.eqn) for step in products
     ):
         return (
             f"`jax_default_matmul_precision` is {setting!r}, which some libraries set"
             " when they are imported."
         )
-    reasons = [step.reason or "" for step, _ in placed]
+    reasons = [step.reason or "" for step in products]
     if reasons and all(
         reason.startswith(("operands are complex", "operands are float"))
         for reason in reasons
