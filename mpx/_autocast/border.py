@@ -61,7 +61,7 @@ def crossing(
     """Return how a value crosses: a weight that is to have a float32 gradient beside a
     carrier of that.
     """
-    if tag.is_narrow_weight and settings.has_wide_gradients:
+    if tag.is_argument and settings.has_wide_gradients:
         return Crossing(tag.representable_in, gradient_in or np.dtype(np.float32))
     return Crossing(travels_in(tag, demand.cotangent_in, settings))
 

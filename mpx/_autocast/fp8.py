@@ -78,6 +78,7 @@ def run_in_8_bits(
     from_lhs = range(len(lhs_outer))  # axes of the result
     from_rhs = range(len(lhs_outer), len(lhs_outer) + len(rhs_outer))
     forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
+    dtypes = [x.dtype for x in operands]
     on_mesh = explicit_sharding(operands[0]) or explicit_sharding(operands[1])
     result: Any = eqn.outvars[0].aval
     specs = [
@@ -86,7 +87,7 @@ def run_in_8_bits(
     ]
 
     def product(
-        a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any = RESULTS
+        a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any
     ) -> jax.Array:
         multiply = functools.partial(_product, contracted=contracted, dtype=dtype)
         # Sums over devices have no type yet: XLA places what is inside.
@@ -103,21 +104,19 @@ def run_in_8_bits(
         return _encoded(_written(narrow), narrow, forward)
 
     def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
-        left, right = (
-            coded(x, dtype) for x, dtype in zip((lhs, rhs), in_memory, strict=True)
-        )
-        typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
-        result = product(left, right, (lhs_contracting, rhs_contracting), specs[2])
+        left, right = map(coded, (lhs, rhs), in_memory)
+        contracted = lhs_contracting, rhs_contracting
+        result = product(left, right, contracted, specs[2], RESULTS)
         # A `jax.checkpoint` that saves what it is given rounds floats of 8 bits by
         # `reduce_precision`, which makes NaN of 400: bits are saved.
-        return result, (_bits(left), _bits(right), typed)
+        return result, (_bits(left), _bits(right))
 
     def backward_pass(
         residuals: Any, cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         # JAX would differentiate the roundings, with 8-bit cotangents that have no
         # scale.
-        (left, right, typed), cotangent = not_differentiable(
+        (left, right), cotangent = not_differentiable(
             (residuals, cotangent), _NO_SECOND_DERIVATIVE
         )
         left, right = (_of_bits(x, forward) for x in (left, right))
@@ -128,27 +127,21 @@ def run_in_8_bits(
         )
         narrow = lax.convert_element_type(cotangent, RESULTS)
         g = _encoded(_written(narrow), of_columns, backward)
+
+        def gradient(i, a, b, contracted, axes):
+            """Return that of one operand, from a product whose axes are these of it."""
+            spec = [specs[i][axis] for axis in axes]
+            dtype = np.dtype(np.float32) if wide[i] else RESULTS
+            result = product(a, b, contracted, spec, dtype)
+            return lax.transpose(result, _places(axes)).astype(dtypes[i])
+
         # Contracted axes come out in the order of the other operand.
         lhs_axes = (*lhs_outer, *_in_order_of(rhs_contracting, lhs_contracting))
         rhs_axes = (*_in_order_of(lhs_contracting, rhs_contracting), *rhs_outer)
-        lhs_spec, rhs_spec = (
-            [spec[axis] for axis in axes]
-            for spec, axes in zip(specs, (lhs_axes, rhs_axes), strict=False)
+        return (
+            gradient(0, g, right, (from_rhs, rhs_outer), lhs_axes),
+            gradient(1, left, g, (lhs_outer, from_lhs), rhs_axes),
         )
-        of_lhs = product(
-            g, right, (from_rhs, rhs_outer), lhs_spec, _gradient_dtype(wide[0])
-        )
-        of_rhs = product(
-            left, g, (lhs_outer, from_lhs), rhs_spec, _gradient_dtype(wide[1])
-        )
-        gradients = (
-            lax.transpose(of_lhs, _places(lhs_axes)),
-            lax.transpose(of_rhs, _places(rhs_axes)),
-        )
-        for_lhs, for_rhs = (
-            g.astype(like.dtype) for g, like in zip(gradients, typed, strict=True)
-        )
-        return for_lhs, for_rhs
 
     differentiable = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
     differentiable.defvjp(forward_pass, backward_pass)
@@ -176,7 +169,7 @@ def _product(
     a: Codes,
     b: Codes,
     contracted: tuple[Sequence[int], Sequence[int]],
-    dtype: Any = RESULTS,
+    dtype: Any,
 ) -> jax.Array:
     """Multiply codes, then multiply the result by the inverses of the scales.
 
@@ -196,10 +189,6 @@ def _product(
         for f in (jnp.minimum, jnp.maximum)
     )
     return product * small * large
-
-
-def _gradient_dtype(is_wide: bool) -> Any:
-    return np.dtype(np.float32) if is_wide else RESULTS
 
 
 def _in_order_of(other: Sequence[int], axes: Sequence[int]) -> list[int]:

@@ -116,7 +116,12 @@ def _contracted(step: Step, settings: Settings) -> mapped.Narrow:
         wants_wide and tag.is_argument and is_f32(v)
         for v, tag in zip(step.eqn.invars, step.in_tags, strict=True)
     ]
-    in_memory = [tag.in_memory or step.precision.dtype for tag in step.in_tags]
+    # What the program computes is written in the compute dtype.
+    in_memory = [
+        tag.representable_in
+        or (np.dtype(np.float32) if tag.is_argument else step.precision.dtype)
+        for tag in step.in_tags
+    ]
     return lambda eqn, operands: contraction.run_narrowed(
         eqn, operands, step.precision, wide[:2], in_memory[:2]
     )

@@ -35,20 +35,6 @@ class Tag(NamedTuple):
     # cotangent
     is_product: bool = False
 
-    @property
-    def in_memory(self) -> np.dtype | None:
-        """The dtype of the value in memory before the program runs; None if the program
-        computes it.
-        """
-        return self.representable_in or (
-            np.dtype(np.float32) if self.is_argument else None
-        )
-
-    @property
-    def is_narrow_weight(self) -> bool:
-        """Return whether it has elements of an argument that is stored in 16 bits."""
-        return self.is_argument and self.representable_in is not None
-
 
 UNKNOWN = Tag()
 
@@ -83,16 +69,13 @@ def tag_of_elements(
     floats = [(v, tag) for v, tag in pairs if jnp.issubdtype(dtype_of(v), jnp.floating)]
     arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
     facts = facts_of(eqn)
-    casts = eqn.primitive.name == "convert_element_type" and is_half(result)
     is_broadcast = facts.elementwise and any(is_smaller(v, result) for v, _ in arrays)
-    return Tag(
-        _common_dtype(eqn, floats, result, constants_in),
-        precisions.widest(tag.precision for _, tag in arrays),
-        is_argument=any(tag.is_argument for _, tag in arrays),
-        is_copied=is_broadcast
-        or facts.copies_of_operand == "many"
-        or any(tag.is_copied for _, tag in arrays),
-        is_cast=casts or any(tag.is_cast for _, tag in arrays),
+    of_any = common(*[tag for _, tag in arrays])
+    return of_any._replace(
+        representable_in=_common_dtype(eqn, floats, result, constants_in),
+        precision=precisions.widest(tag.precision for _, tag in arrays),
+        is_copied=of_any.is_copied or is_broadcast or facts.copies_of_operand == "many",
+        is_cast=of_any.is_cast or is_cast_to_16_bits(eqn),
         is_product=facts.copies_of_operand == "one"
         and all(tag.is_product for _, tag in arrays),
     )
@@ -121,11 +104,8 @@ def _common_dtype(
     if not dtypes and constants and constants_in is not None:
         dtypes = {constants_in}
     dtype = shared(dtypes) if is_f32(result) else None
-    return (
-        None
-        if dtype is None or not all(_has(dtype, value) for value in constants)
-        else dtype
-    )
+    has_all = dtype is not None and all(_has(dtype, value) for value in constants)
+    return dtype if has_all else None
 
 
 def common(*tags: Tag) -> Tag:
@@ -144,6 +124,11 @@ def common(*tags: Tag) -> Tag:
 def shared(found: set[Any]) -> Any:
     """Return the one element of a set, or None."""
     return found.pop() if len(found) == 1 else None
+
+
+def is_cast_to_16_bits(eqn: JaxprEqn) -> bool:
+    """Return whether an equation rounds a value to 16 bits, as the program asks."""
+    return eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0])
 
 
 def is_smaller(v: Any, result: Any) -> bool:
