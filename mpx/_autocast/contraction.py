@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._autocast import fp8, rounding
 from mpx._autocast import wide_gradients as wide
+from mpx._autocast.plan import Settings, Step
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.tags import UNKNOWN, Tag
 from mpx._jaxprs import is_f32, is_half
@@ -191,28 +192,33 @@ def asked_precision(eqn: JaxprEqn) -> Any:
 
 
 def run_narrowed(
-    eqn: JaxprEqn,
-    operands: list[Any],
-    precision: ContractionPrecision,
-    wide_gradients: Sequence[bool],
-    in_memory: Sequence[np.dtype],
+    step: Step, settings: Settings, eqn: JaxprEqn, operands: list[Any]
 ) -> jax.Array:
-    """Run a contraction of float32 operands in the compute dtype.
+    """Run a contraction of float32 operands in the precision of a step: its own
+    equation, or what a `jax.vmap` around has made of it.
 
-    `wide_gradients` says which of the two operands get a float32 gradient. It is still
-    computed from operands in the compute dtype. `in_memory` is for products of 8-bit
-    floats.
+    A gradient that is to be float32 is still computed from operands in the compute
+    dtype.
     """
-    if precision.fp8 is not None:
-        return fp8.run_in_8_bits(
-            eqn, operands, precision.fp8, wide_gradients, in_memory
-        )
+    precision = step.precision
     if precision.algorithm is not None:
-        return eqn.primitive.bind(
-            *operands, **(eqn.params | {"precision": precision.algorithm})
-        )
+        params = eqn.params | {"precision": precision.algorithm}
+        return eqn.primitive.bind(*operands, **params)
+    tags = step.in_tags[:2]
+    wants_wide = [
+        settings.has_wide_gradients and tag.is_argument and is_f32(v)
+        for v, tag in zip(step.eqn.invars, tags, strict=False)
+    ]
+    if precision.fp8 is not None:
+        # What the program computes is written in the compute dtype.
+        computed, given = precision.dtype, np.dtype(np.float32)
+        in_memory = [
+            tag.representable_in or (given if tag.is_argument else computed)
+            for tag in tags
+        ]
+        return fp8.run_in_8_bits(eqn, operands, precision.fp8, wants_wide, in_memory)
     operands = [*(rounding.kept(x, precision) for x in operands[:2]), *operands[2:]]
-    return wide.contract(eqn, operands, precision.dtype, wide_gradients)
+    return wide.contract(eqn, operands, precision.dtype, wants_wide)
 
 
 def transferred(

@@ -92,12 +92,9 @@ def _run_checkpoint(
     plan = step.plans[0]
     crossings = _into_checkpoint(plan, settings)
     parts = packed(operands, crossings)
-    leaves, tree = jax.tree.flatten(parts)
-
-    def inside(*leaves):
-        return run(plan, unpacked(tree.unflatten(leaves), crossings))
-
-    program, new = _retraced(inside, leaves)
+    program, new = _retraced(
+        lambda *parts: run(plan, unpacked(parts, crossings)), parts
+    )
     params = step.eqn.params | {"jaxpr": program}
     # One for each operand, which may be two arrays now.
     if isinstance(params["prevent_cse"], tuple):
@@ -107,7 +104,7 @@ def _run_checkpoint(
             for _ in jax.tree.leaves(x)
         ]
         params["prevent_cse"] = (*[False] * len(new), *of_leaves)
-    return step.eqn.primitive.bind(*new, *leaves, **params)
+    return step.eqn.primitive.bind(*new, *jax.tree.leaves(parts), **params)
 
 
 def _into_checkpoint(plan: Plan, settings: Settings) -> list[Crossing]:

@@ -64,7 +64,7 @@ def _run_narrowed(
 ) -> list[Any]:
     eqn = step.eqn
     if facts_of(eqn).contraction:
-        results = [_contracted(step, settings)(eqn, operands)]
+        results = [contraction.run_narrowed(step, settings, eqn, operands)]
     else:
         narrow = [
             _narrowed(x, v, eqn, step.precision.dtype)
@@ -79,7 +79,8 @@ def _run_narrowed(
 def _run_if_mapped(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> list[Any]:
-    result = mapped.product(step.eqn, operands, _contracted(step, settings))
+    narrow = functools.partial(contraction.run_narrowed, step, settings)
+    result = mapped.product(step.eqn, operands, narrow)
     return [_as_traced(result, step.eqn.outvars[0])]
 
 
@@ -107,24 +108,6 @@ _ACTIONS: dict[str, Callable[[Step, list[Any], Run, Settings], Sequence[Any]]] =
     "round_cotangent": _run_with_rounded_cotangent,
     "transfer": _run_transfer,
 }
-
-
-def _contracted(step: Step, settings: Settings) -> mapped.Narrow:
-    """Return the function that runs a contraction in the compute dtype."""
-    wants_wide = settings.has_wide_gradients and step.precision.is_narrow
-    wide = [
-        wants_wide and tag.is_argument and is_f32(v)
-        for v, tag in zip(step.eqn.invars, step.in_tags, strict=True)
-    ]
-    # What the program computes is written in the compute dtype.
-    in_memory = [
-        tag.representable_in
-        or (np.dtype(np.float32) if tag.is_argument else step.precision.dtype)
-        for tag in step.in_tags
-    ]
-    return lambda eqn, operands: contraction.run_narrowed(
-        eqn, operands, step.precision, wide[:2], in_memory[:2]
-    )
 
 
 def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:

@@ -141,12 +141,12 @@ def _activation(
     """
     eqns = [step.eqn for step in members]
     part = part_of(program, eqns, [result])
-    pairs = [
-        pair
+    tag_of = {
+        v: tag
         for step in members
-        for pair in zip(step.eqn.invars, step.in_tags, strict=True)
-    ]
-    tag_of = {v: tag for v, tag in pairs if not is_literal(v)}
+        for v, tag in zip(step.eqn.invars, step.in_tags, strict=True)
+        if not is_literal(v)
+    }
     in_tags = tuple(tag_of[v] for v in part.invars)
     uses_inside = count_uses(part)  # and the result has one use, `user`
 

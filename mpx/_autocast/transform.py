@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
-from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
@@ -525,9 +524,10 @@ def _why_nothing_is_narrowed(
         return None
     custom = [eqn for eqn in around if facts_of(eqn).runs == "custom"]
     if custom:
+        source = open_jaxpr(called_jaxpr(custom[0])).debug_info.func_src_info
         return (
             "they stand in a function with a custom derivative,"
-            f" `{_name_of_call(custom[0])}`, and run as its author wrote it. Put"
+            f" `{source.split(' at ')[0]}`, and run as its author wrote it. Put"
             " `autocast` around what it calls (of a differential equation: around the"
             " vector field)."
         )
@@ -563,11 +563,6 @@ def _is_traced(leaf: Any) -> bool:
 
 def _name(fun: Any) -> str:
     return getattr(fun, "__qualname__", type(fun).__name__)
-
-
-def _name_of_call(eqn: JaxprEqn) -> str:
-    """Return the name of the function that an equation calls."""
-    return open_jaxpr(called_jaxpr(eqn)).debug_info.func_src_info.split(" at ")[0]
 
 
 def _require_leaves(fun: Any, leaves: list[Any]) -> None:
