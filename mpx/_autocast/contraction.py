@@ -221,12 +221,11 @@ def run_narrowed(
     return wide.contract(eqn, operands, precision.dtype, wants_wide)
 
 
-def transferred(
-    eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, wide_gradient: bool
-) -> jax.Array:
+def transferred(step: Step, settings: Settings, x: jax.Array) -> jax.Array:
     """Send a float32 value to other devices in 16 bits, and its cotangent back in
     float32 or in 16 bits too.
     """
+    eqn = step.eqn
 
     def transfer(x):
         return eqn.primitive.bind(x, **eqn.params)
@@ -238,7 +237,7 @@ def transferred(
         return transfer(x)
 
     def in_16_bits(x):
-        narrow = lax.convert_element_type(x, dtype)
+        narrow = lax.convert_element_type(x, step.precision.dtype)
         sharding = eqn.params.get("sharding")
         # Of a constraint, which XLA would move in front of the cast.
         if isinstance(sharding, NamedSharding):
@@ -248,7 +247,7 @@ def transferred(
             )
         return lax.convert_element_type(transfer(narrow), x.dtype)
 
-    if not wide_gradient:
+    if step.in_tags[0].is_product or not settings.has_wide_gradients:
         return in_16_bits(x)
     differentiable = jax.custom_jvp(in_16_bits)
     differentiable.defjvp(

@@ -46,7 +46,10 @@ class Handler(NamedTuple):
 
 
 def _plan_call(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    inside = plan(called_jaxpr(eqn), tags)
+    # A checkpoint need not compute what nobody reads. Results of a jit stay: each may
+    # have a sharding.
+    results = eqn.outvars if eqn.primitive.name == "remat2" else None
+    inside = plan(called_jaxpr(eqn), tags, results)
     return (inside,), inside.out_tags
 
 
@@ -61,7 +64,7 @@ def _run_jit(
     stays a jit.
     """
     params = step.eqn.params
-    placed = {
+    placed: dict[str, Any] = {
         key: tuple(
             sharding if isinstance(sharding, jax.sharding.Sharding) else None
             for sharding in params.get(key, ())
@@ -73,14 +76,6 @@ def _run_jit(
         return call(*operands)
     with jax.named_scope(f"jit({params.get('name', step.eqn.primitive.name)})"):
         return run(step.plans[0], operands)
-
-
-def _plan_checkpoint(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    """Leave out results that nobody reads. Those of a call stay, since they may have
-    shardings.
-    """
-    inside = plan(eqn.params["jaxpr"], tags, eqn.outvars)
-    return (inside,), inside.out_tags
 
 
 def _run_checkpoint(
@@ -314,10 +309,6 @@ def _plan_while(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]
     return (plan(eqn.params["cond_jaxpr"], (*cond_consts, *carry)), body), tuple(carry)
 
 
-def _demands_of_while(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
-    return [Demand()] * len(eqn.invars)
-
-
 def _run_while(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> Sequence[Any]:
@@ -404,9 +395,11 @@ HANDLERS: dict[str, Handler] = {
         for name, f in PRIMITIVES.items()
         if f.runs == "call"
     },
-    "remat2": Handler(_plan_checkpoint, _demands_of_call, _run_checkpoint),
+    "remat2": Handler(_plan_call, _demands_of_call, _run_checkpoint),
     "shard_map": Handler(_plan_shard_map, _demands_of_shard_map, _run_shard_map),
     "cond": Handler(_plan_cond, _demands_of_cond, _run_cond),
     "scan": Handler(_plan_scan, _demands_of_scan, _run_scan),
-    "while": Handler(_plan_while, _demands_of_while, _run_while),
+    "while": Handler(
+        _plan_while, lambda eqn, _: [Demand()] * len(eqn.invars), _run_while
+    ),
 }

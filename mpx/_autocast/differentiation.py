@@ -63,11 +63,8 @@ class Differentiation:
         """
         if not (self.functions and self.parameters):
             return
-        pairs = sorted(
-            (name, function)
-            for name, function in _sources(trace())
-            if name in self.parameters
-        )
+        found = _sources(trace())
+        pairs = sorted(pair for pair in found if pair[0] in self.parameters)
         if not pairs:
             return
         names = list(dict.fromkeys(name for name, _ in pairs))
@@ -107,22 +104,19 @@ def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[
     """
     views = current.views if (current := _CURRENT.get()) else {}
     is_mixed = any(view.narrow is not view.wide for view in views.values())
-
     # Tracers of 16 bits are watched without a gradient too: a `jax.jit` traced now may
     # be differentiated later.
-    def is_watched(x):
-        return isinstance(x, Tracer) and (
-            _trees.is_floating if is_mixed else _trees.is_narrower
-        )(x)
+    is_watched = _trees.is_floating if is_mixed else _trees.is_narrower
+
+    def given(x: Any, view: View | None) -> Any:
+        if view is not None:
+            return view.wide
+        if not (isinstance(x, Tracer) and is_watched(x)):
+            return x
+        return _watched.bind(x, function=name, parameter="")
 
     found = [views.get(id(leaf)) for leaf in leaves]
-
-    def watched(x):
-        return _watched.bind(x, function=name, parameter="") if is_watched(x) else x
-
-    return found, [
-        view.wide if view else watched(x) for x, view in zip(leaves, found, strict=True)
-    ]
+    return found, list(map(given, leaves, found))
 
 
 def parameter(wide: Any, dtype: np.dtype | None, name: str) -> Any:
@@ -187,9 +181,8 @@ def view_of(leaf: Any) -> Any:
     leaf itself.
     """
     current = _CURRENT.get()
-    return (
-        current.views[id(leaf)].wide if current and id(leaf) in current.views else leaf
-    )
+    view = current.views.get(id(leaf)) if current else None
+    return view.wide if view else leaf
 
 
 def needing_a_scale(values: list[Any], name: str) -> list[Any]:

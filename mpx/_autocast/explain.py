@@ -148,23 +148,24 @@ def explain(
         >>> explanation.narrowed_share
         1.0
     """
-    is_autocast = autocast_of(fun) is not None
-    if is_autocast and policy_or_dtype is not None:
-        raise ValueError(
-            "`explain` takes no policy for a function that `autocast` returned: it has"
-            " its own."
-        )
-    if not is_autocast and policy_or_dtype is None:
+    record = autocast_of(fun)
+    if policy_or_dtype is not None:
+        if record is not None:
+            raise ValueError(
+                "`explain` takes no policy for a function that `autocast` returned: it"
+                " has its own."
+            )
+        record = autocast_of(autocast(fun, policy_or_dtype))
+    if record is None:
         raise ValueError(
             "`explain` needs a policy or a dtype for a function that `autocast` did not"
             " return, such as `mpx.explain(fun, 'bf16')`, or `--policy bf16` on the"
             " command line."
         )
-    record: Any = autocast_of(fun if is_autocast else autocast(fun, policy_or_dtype))
+    trace, settings = record.trace, record.settings
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        steps = walk(record.trace(args, kwargs).plan.steps)
-        return _summed(steps, record.settings)
+        return _summed(walk(trace(args, kwargs).plan.steps), settings)
 
     return explained
 

@@ -109,7 +109,7 @@ def run_in_8_bits(
         result = product(left, right, contracted, specs[2], RESULTS)
         # A `jax.checkpoint` that saves what it is given rounds floats of 8 bits by
         # `reduce_precision`, which makes NaN of 400: bits are saved.
-        return result, (_bits(left), _bits(right))
+        return result, [_as_bits(x, np.uint8) for x in (left, right)]
 
     def backward_pass(
         residuals: Any, cotangent: jax.Array
@@ -119,7 +119,7 @@ def run_in_8_bits(
         (left, right), cotangent = not_differentiable(
             (residuals, cotangent), _NO_SECOND_DERIVATIVE
         )
-        left, right = (_of_bits(x, forward) for x in (left, right))
+        left, right = (_as_bits(x, forward) for x in (left, right))
         # XLA may fuse this maximum into the kernel that adds up columns for a bias's
         # gradient.
         of_columns = lax.optimization_barrier(
@@ -148,11 +148,7 @@ def run_in_8_bits(
     return differentiable(*operands)
 
 
-def _bits(x: Codes) -> Codes:
-    return Codes(lax.bitcast_convert_type(x.codes, np.uint8), x.inverse_scale)
-
-
-def _of_bits(x: Codes, dtype: Any) -> Codes:
+def _as_bits(x: Codes, dtype: Any) -> Codes:
     return Codes(lax.bitcast_convert_type(x.codes, dtype), x.inverse_scale)
 
 

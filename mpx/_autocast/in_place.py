@@ -78,7 +78,7 @@ def copy_with(
         copied = jax.tree.map(
             lambda x: next(rest) if _is_module(x) else x, copied, is_leaf=_is_module
         )
-    arrays = {path: _array_of(leaf) for path, leaf in _state_of(copied)}
+    arrays = _arrays_of(copied)
     new_args, new_kwargs = copied
     new_kwargs = {
         name: _own_or_new(kwargs[name], new) for name, new in new_kwargs.items()
@@ -104,7 +104,7 @@ def hand_back(arguments: Any, changes: Any) -> None:
         return
     (changes, lost), nnx, modules = changes, _nnx(), _modules_of(arguments)
     nnx.pop(modules, lambda path, _: path in lost)  # what `nnx.pop` took from the copy
-    stored = {path: _array_of(leaf) for path, leaf in _state_of(arguments)}
+    stored = _arrays_of(arguments)
 
     def as_stored(path: Any, leaf: Any) -> Any:
         after, before = _array_of(leaf), stored.get(path)
@@ -160,6 +160,10 @@ def _state_of(tree: Any) -> list[tuple[Any, Any]]:
     """Return the variables and arrays of all modules, each once, by paths."""
     modules = _modules_of(tree)
     return list(_nnx().to_flat_state(_nnx().state(modules))) if modules else []
+
+
+def _arrays_of(tree: Any) -> dict[Any, Any]:
+    return {path: _array_of(leaf) for path, leaf in _state_of(tree)}
 
 
 def _array_of(leaf: Any) -> Any:

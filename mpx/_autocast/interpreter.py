@@ -45,18 +45,16 @@ def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
         run_equations(program, kept, values)
         kept = []
         with with_source_of(step.eqn):
-            results = _ACTIONS[step.action](
-                step, [read(v) for v in step.eqn.invars], run_plan, settings
+            run_step = (
+                HANDLERS[step.eqn.primitive.name].run
+                if step.action == "enter"
+                else _ACTIONS[step.action]
             )
+            inputs = [read(v) for v in step.eqn.invars]
+            results = run_step(step, inputs, run_plan, settings)
         values.update(zip(step.eqn.outvars, results, strict=True))
     run_equations(program, kept, values)
     return [read(v) for v in program.outvars]
-
-
-def _run_inside(
-    step: Step, operands: list[Any], run: Run, settings: Settings
-) -> Sequence[Any]:
-    return HANDLERS[step.eqn.primitive.name].run(step, operands, run, settings)
 
 
 def _run_narrowed(
@@ -87,10 +85,7 @@ def _run_if_mapped(
 def _run_transfer(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> list[Any]:
-    wants_wide = settings.has_wide_gradients and not step.in_tags[0].is_product
-    return [
-        contraction.transferred(step.eqn, operands[0], step.precision.dtype, wants_wide)
-    ]
+    return [contraction.transferred(step, settings, *operands)]
 
 
 def _run_with_rounded_cotangent(
@@ -101,7 +96,6 @@ def _run_with_rounded_cotangent(
 
 
 _ACTIONS: dict[str, Callable[[Step, list[Any], Run, Settings], Sequence[Any]]] = {
-    "enter": _run_inside,
     "map": _run_if_mapped,
     "narrow": _run_narrowed,
     "recompute": recompute.run_activation,

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax import lax
 from jax.experimental import jet
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.interpreters import ad, batching
 
 from mpx._autocast import contraction
 from mpx._autocast import wide_gradients as wide
@@ -74,9 +74,7 @@ def _batched(
     return wide.evaluated(batched, operands, contracted), 0
 
 
-_mapped = Primitive("product_that_may_be_mapped")
-_mapped.def_impl(wide.run_program)
-_mapped.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
+_mapped = wide.primitive_of_a_program("product_that_may_be_mapped")
 ad.defjvp(
     _mapped,
     lambda t, lhs, rhs, **params: _mapped.bind(t, rhs, **params),
@@ -86,7 +84,4 @@ ad.primitive_transposes[_mapped] = _transposed
 batching.primitive_batchers[_mapped] = _batched
 jet.jet_rules[_mapped] = lambda primals, series, program, narrow: jet.jet(
     functools.partial(wide.run_program, program=program), primals, series
-)
-mlir.register_lowering(
-    _mapped, mlir.lower_fun(wide.run_program, multiple_results=False)
 )

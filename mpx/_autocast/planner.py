@@ -35,7 +35,7 @@ class Planner:
         self._constants_in = (
             settings.precision.dtype if settings.precision.is_narrow else None
         )
-        self._plans: dict[tuple[int, tuple[Tag, ...], tuple[bool, ...]], Plan] = {}
+        self._plans: dict[Any, Plan] = {}
 
     def plan(
         self, jaxpr: Any, in_tags: tuple[Tag, ...], results: Sequence[Any] | None = None
@@ -195,22 +195,16 @@ def _narrow_transfers(
     16-bit dtype, with the dtype.
     """
     found = {}
-    for step in filter(_is_wide_transfer, steps):
+    for step in steps:
+        facts = facts_of(step.eqn)
+        sends = facts.communicates and facts.moves in ("same", "received")
+        if not sends or step.action != "keep" or len(step.eqn.invars) != 1:
+            continue
         dtype = demands.get(step.eqn.outvars[0], UNUSED).used_in
-        if dtype is not None and step.in_tags[0].representable_in in (None, dtype):
+        has_no_other = step.in_tags[0].representable_in in (None, dtype)
+        if is_f32(step.eqn.invars[0]) and dtype is not None and has_no_other:
             found[id(step.eqn)] = dtype
     return found
-
-
-def _is_wide_transfer(step: Step) -> bool:
-    """Return whether a step moves a float32 value to other devices."""
-    facts = facts_of(step.eqn)
-    moves_one = (
-        facts.communicates
-        and facts.moves in ("same", "received")
-        and len(step.eqn.invars) == 1
-    )
-    return moves_one and step.action == "keep" and is_f32(step.eqn.invars[0])
 
 
 def _is_decided(eqn: JaxprEqn) -> bool:
@@ -257,15 +251,9 @@ def _product_with_a_bias(eqn: JaxprEqn, tags: tuple[Tag, ...]) -> np.dtype | Non
     the bias's gradient.
     """
     result, pairs = eqn.outvars[0], list(zip(eqn.invars, tags, strict=True))
-
-    def is_bias(v, tag):
-        return not is_literal(v) and (tag.is_copied or is_smaller(v, result))
-
-    return next(
-        (
-            tag.representable_in
-            for (v, tag), other in zip(pairs, pairs[::-1], strict=True)
-            if tag.is_product and not is_smaller(v, result) and is_bias(*other)
-        ),
-        None,
-    )
+    for (v, tag), (other, of_other) in zip(pairs, pairs[::-1], strict=True):
+        is_repeated = of_other.is_copied or is_smaller(other, result)
+        is_product = tag.is_product and not is_smaller(v, result)
+        if is_product and is_repeated and not is_literal(other):
+            return tag.representable_in
+    return None

@@ -195,11 +195,8 @@ def _without_names(plan: Plan) -> Any:
     inputs, steps = values(open_jaxpr(plan.jaxpr).invars), []
     for step in plan.steps:
         eqn = step.eqn
-        params = tuple(
-            sorted(
-                (name, id(x) if x.__hash__ is None else x)
-                for name, x in eqn.params.items()
-            )
+        params = frozenset(
+            (name, id(x) if x.__hash__ is None else x) for name, x in eqn.params.items()
         )
         place = str(eqn.source_info.name_stack), eqn.ctx
         steps.append(

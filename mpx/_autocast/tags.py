@@ -90,7 +90,11 @@ def _common_dtype(
     """Return the 16-bit dtype that has all elements of a result made of these operands'
     elements.
     """
-    dtypes = {_dtype_that_has(v, tag) for v, tag in floats if not is_literal(v)}
+    dtypes = {
+        np.dtype(dtype_of(v)) if dtype_of(v).itemsize == 2 else tag.representable_in
+        for v, tag in floats
+        if not is_literal(v)
+    }
     constants = [v.val for v, _ in floats if is_literal(v)]
     if eqn.params.get("fill_value") is not None:
         constants.append(eqn.params["fill_value"])
@@ -134,13 +138,6 @@ def is_cast_to_16_bits(eqn: JaxprEqn) -> bool:
 def is_smaller(v: Any, result: Any) -> bool:
     """Return whether an operand has fewer axes, or shorter ones, than a result."""
     return v.aval.shape != result.aval.shape
-
-
-def _dtype_that_has(v: Any, tag: Tag) -> np.dtype | None:
-    """Return the 16-bit dtype of an operand, or the one that represents its float32
-    values.
-    """
-    return np.dtype(dtype_of(v)) if dtype_of(v).itemsize == 2 else tag.representable_in
 
 
 def _has(dtype: np.dtype, value: Any) -> bool:

@@ -78,12 +78,15 @@ class Autocast:
         self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the result of the function for the arguments it was traced with."""
-        _warn_if_nothing_is_narrowed(self, traced.plan)
-        plan = (
-            recompute.with_activations(traced.plan, self.settings)
-            if self.checkpoint is None
-            else traced.plan
-        )
+        precision, plan = self.settings.precision, traced.plan
+        reason = _why_nothing_is_narrowed(precision, plan)
+        if reason is not None:
+            _errors.warn(
+                f"`autocast`: no matrix product of `{_name(self.fun)}` runs in"
+                f" {precision.name}: {reason} `mpx.explain` shows each product."
+            )
+        if self.checkpoint is None:
+            plan = recompute.with_activations(plan, self.settings)
         # The mark tells an autocast around this one that precisions are decided here.
         with jax.named_scope(DECIDED):
             scale, arrays = None, traced.arrays
@@ -489,23 +492,12 @@ def full_precision(fun: F) -> F:
     return wrapped  # type: ignore[return-value]
 
 
-def _warn_if_nothing_is_narrowed(record: Autocast, plan: Plan) -> None:
-    """Warn if products stay wider than asked for, all of them, for a reason that their
-    author may not know.
-    """
-    reason = _why_nothing_is_narrowed(record.settings.precision, plan)
-    if reason is not None:
-        name = record.settings.precision.name
-        text = (
-            f"`autocast`: no matrix product of `{_name(record.fun)}` runs in {name}:"
-            f" {reason}"
-        )
-        _errors.warn(f"{text} `mpx.explain` shows each product.")
-
-
 def _why_nothing_is_narrowed(
     precision: precisions.ContractionPrecision, plan: Plan
 ) -> str | None:
+    """Return why all products stay wider than asked for, if it is a reason that their
+    author may not know.
+    """
     products, around = [], []
     for step, _, outer in walk(plan.steps):
         if facts_of(step.eqn).contraction:
@@ -519,7 +511,7 @@ def _why_nothing_is_narrowed(
             return f"the reason for the first of {len(missed)} is: {missed[0]}."
     # Kept products of 16 bits were narrowed by their author, or by an autocast inside.
     if not precision.is_narrow or any(
-        step.action == "narrow" or _bits(step) < 32 for step in products
+        step.action == "narrow" or _bytes(step) < 4 for step in products
     ):
         return None
     custom = [eqn for eqn in around if facts_of(eqn).runs == "custom"]
@@ -548,13 +540,13 @@ def _why_nothing_is_narrowed(
     return None
 
 
-def _bits(step: Step) -> int:
-    return 8 * dtype_of(step.eqn.invars[0]).itemsize
+def _bytes(step: Step) -> int:
+    return dtype_of(step.eqn.invars[0]).itemsize
 
 
 def _is_in_8_bits(step: Step) -> bool:
     """Return whether a product runs in 8-bit floats, here or by an autocast inside."""
-    return _bits(step) == 8 or step.precision.fp8 is not None
+    return _bytes(step) == 1 or step.precision.fp8 is not None
 
 
 def _is_traced(leaf: Any) -> bool:

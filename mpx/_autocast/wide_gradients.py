@@ -170,13 +170,20 @@ def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
     return evaluated(program, operands, contracted)
 
 
-_derivative = Primitive("narrow_product_derivative")
-_derivative.def_impl(run_program)
-_derivative.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
+def primitive_of_a_program(name: str) -> Primitive:
+    """Return a primitive that runs the program which is one of its parameters."""
+    primitive = Primitive(name)
+    primitive.def_impl(run_program)
+    primitive.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
+    lowered = mlir.lower_fun(run_program, multiple_results=False)
+    mlir.register_lowering(primitive, lowered)
+    return primitive
+
+
+_derivative = primitive_of_a_program("narrow_product_derivative")
 ad.primitive_jvps[_derivative] = _jvp
 ad.primitive_transposes[_derivative] = _transposed
 batching.primitive_batchers[_derivative] = _batched
-mlir.register_lowering(_derivative, mlir.lower_fun(run_program, multiple_results=False))
 mlir.register_lowering(
     _derivative, mlir.lower_fun(_run_on_cpu, multiple_results=False), platform="cpu"
 )
