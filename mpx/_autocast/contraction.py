@@ -17,7 +17,7 @@ from mpx._autocast import wide_gradients as wide
 from mpx._autocast.plan import Settings, Step
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.tags import UNKNOWN, Tag
-from mpx._jaxprs import is_f32, is_half
+from mpx._jaxprs import dtype_of, is_f32, is_half
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 _VECTOR = "an operand is a vector, or one for each channel"
@@ -95,14 +95,13 @@ def why_kept(
     """Return why a contraction, of operands with these tags, cannot be narrowed, or
     None.
     """
-    operands = [_aval(v).dtype for v in eqn.invars[:2]]
-    if np.float32 not in operands or not all(
-        is_f32(v) or is_half(v) for v in eqn.invars[:2]
+    operands = eqn.invars[:2]
+    if not any(map(is_f32, operands)) or not all(
+        is_f32(v) or is_half(v) for v in operands
     ):
-        return (
-            f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
-        )
-    result = _aval(eqn.outvars[0]).dtype
+        dtypes = sorted({str(dtype_of(v)) for v in operands})
+        return f"operands are {' and '.join(dtypes)}"
+    result = dtype_of(eqn.outvars[0])
     if result not in (np.float32, precision.dtype):  # the result would be rounded twice
         return f"its result is to be {result}"
     asked = asked_precision(eqn)
@@ -171,13 +170,9 @@ def _are_vectors(eqn: JaxprEqn) -> tuple[bool, bool]:
     """Return for both operands of a product whether it has no axis of its own, of more
     than one element.
     """
-    used = [
-        {*contracted, *batch}
-        for contracted, batch in zip(*_dot_numbers(eqn), strict=True)
-    ]
     lhs, rhs = (
-        all(n == 1 or axis in axes for axis, n in enumerate(_aval(v).shape))
-        for v, axes in zip(eqn.invars[:2], used, strict=True)
+        all(n == 1 or i in (*summed, *batch) for i, n in enumerate(_aval(v).shape))
+        for v, summed, batch in zip(eqn.invars[:2], *_dot_numbers(eqn), strict=True)
     )
     return lhs, rhs
 

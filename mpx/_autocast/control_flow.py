@@ -53,10 +53,6 @@ def _plan_call(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     return (inside,), inside.out_tags
 
 
-def _demands_of_call(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
-    return plans[0].demands
-
-
 def _run_jit(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> Sequence[Any]:
@@ -125,15 +121,13 @@ def _run_shard_map(
     summed over devices.
     """
     params = step.eqn.params
-    axes = params.get("newly_manual_axes", params.get("manual_axes"))
-    options = {} if axes is None else {"axis_names": axes}
     return jax.shard_map(
         lambda *operands: tuple(run(step.plans[0], operands)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
-        **options,
+        axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
     )(*operands)
 
 
@@ -165,12 +159,11 @@ def _run_cond(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> Sequence[Any]:
     index, *operands = operands
-    demands = _demands_of_cond(step.eqn, step.plans)[1:]
-    pairs = zip(step.in_tags[1:], demands, strict=True)
-    crossings = [
+    demands = _demands_of_cond(step.eqn, step.plans)
+    _, *crossings = (
         Crossing(travels_in(tag, demand.cotangent_in, settings))
-        for tag, demand in pairs
-    ]
+        for tag, demand in zip(step.in_tags, demands, strict=True)
+    )
     branches = [
         lambda *parts, plan=plan: tuple(run(plan, unpacked(parts, crossings)))
         for plan in step.plans
@@ -194,10 +187,8 @@ def _run_cond(
 
 def _plan_scan(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     consts, carry, xs = _parts(eqn, tags)
-    results = [
-        *open_jaxpr(eqn.params["jaxpr"]).outvars[: len(carry)],
-        *eqn.outvars[len(carry) :],
-    ]
+    # The next iteration reads what is carried.
+    results = [*[None] * len(carry), *eqn.outvars[len(carry) :]]
     inside, carry = _loop_plan(eqn.params["jaxpr"], consts, carry, xs, plan, results)
     return (inside,), (*carry, *inside.out_tags[len(carry) :])
 
@@ -255,20 +246,21 @@ def _into_scan(step: Step, settings: Settings) -> list[Crossing]:
             crossings = _into_checkpoint(inner.plans[0], settings)
             into_checkpoints |= dict(zip(inner.eqn.invars, crossings, strict=True))
 
-    def into_body(v: Any, outside: Tag, tag: Tag, demand: Demand) -> Crossing:
-        # `plan.in_tags` have no `gradient_in`, since the body gives a gradient for each
-        # slice. Together they are the gradient of the operand.
-        how = crossing(tag, demand, settings, outside.gradient_in)
-        is_handed_on = uses[v] == 1 and v in into_checkpoints
-        return how._replace(
-            is_handed_on=is_handed_on and into_checkpoints[v].dtype == how.dtype
-        )
-
     operands = zip(
-        program.invars, step.in_tags, plan.in_tags, plan.demands, strict=True
+        program.invars, plan.in_tags, plan.demands, step.in_tags, strict=True
     )
-    slices = _parts(step.eqn, list(operands))[2]
-    return [into_body(*operand) for operand in slices]
+    slices = []
+    for v, tag, demand, outside in _parts(step.eqn, list(operands))[2]:
+        # Tags inside have no `gradient_in`, since an iteration gives the gradient of a
+        # slice. Together they are the gradient of the operand.
+        into = crossing(tag, demand, settings, outside.gradient_in)
+        is_handed_on = (
+            uses[v] == 1
+            and v in into_checkpoints
+            and into_checkpoints[v].dtype == into.dtype
+        )
+        slices.append(into._replace(is_handed_on=is_handed_on))
+    return slices
 
 
 def _leaves_open_what_is_kept(jaxpr: Any) -> bool:
@@ -389,13 +381,10 @@ def _retraced(
     return program.jaxpr.replace(constvars=[], invars=invars), list(program.consts)
 
 
+_CALL = Handler(_plan_call, lambda _, plans: plans[0].demands, _run_jit)
 HANDLERS: dict[str, Handler] = {
-    **{
-        name: Handler(_plan_call, _demands_of_call, _run_jit)
-        for name, f in PRIMITIVES.items()
-        if f.runs == "call"
-    },
-    "remat2": Handler(_plan_call, _demands_of_call, _run_checkpoint),
+    **{name: _CALL for name, facts in PRIMITIVES.items() if facts.runs == "call"},
+    "remat2": _CALL._replace(run=_run_checkpoint),
     "shard_map": Handler(_plan_shard_map, _demands_of_shard_map, _run_shard_map),
     "cond": Handler(_plan_cond, _demands_of_cond, _run_cond),
     "scan": Handler(_plan_scan, _demands_of_scan, _run_scan),

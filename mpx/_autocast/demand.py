@@ -33,12 +33,9 @@ def with_demands(
         results = [found.get(v, _UNKNOWN) for v in step.eqn.outvars]
         if step.action == "round_cotangent" and not _are_activated(step.eqn, results):
             step = step._replace(action="keep")
-        if step.action == "narrow" and step.precision.is_narrow:
-            step = step._replace(
-                is_read_wide=any(
-                    demand.used_in != step.precision.dtype for demand in results
-                )
-            )
+        if step.action == "narrow":
+            is_read_wide = any(d.used_in != step.precision.dtype for d in results)
+            step = step._replace(is_read_wide=is_read_wide)
         decided.append(step)
         for v, demand in zip(step.eqn.invars, _of_operands(step, results), strict=True):
             if not is_literal(v):

@@ -103,7 +103,7 @@ def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[
     arguments that it runs on.
     """
     views = current.views if (current := _CURRENT.get()) else {}
-    is_mixed = any(view.narrow is not view.wide for view in views.values())
+    is_mixed = any(view.stored_in for view in views.values())
     # Tracers of 16 bits are watched without a gradient too: a `jax.jit` traced now may
     # be differentiated later.
     is_watched = _trees.is_floating if is_mixed else _trees.is_narrower

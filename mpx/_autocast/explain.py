@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
@@ -222,14 +221,15 @@ def _runs_in(step: Step) -> str:
     dtypes = {
         dtype_of(v) for v in step.eqn.invars if jnp.issubdtype(dtype_of(v), jnp.inexact)
     }
-    return (
-        " ".join(sorted(_SHORT.get(str(dtype), str(dtype)) for dtype in dtypes)) or "-"
-    )
+    return " ".join(sorted(map(_short, dtypes))) or "-"
 
 
 def _shape(v: Any) -> str:
-    dtype = str(np.dtype(v.aval.dtype)) if hasattr(v.aval, "dtype") else "?"
-    return f"{_SHORT.get(dtype, dtype)}[{','.join(map(str, v.aval.shape))}]"
+    return f"{_short(v.aval.dtype)}[{','.join(map(str, v.aval.shape))}]"
+
+
+def _short(dtype: Any) -> str:
+    return _SHORT.get(str(dtype), str(dtype))
 
 
 def _line_of(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:

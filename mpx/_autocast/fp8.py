@@ -71,15 +71,14 @@ def run_in_8_bits(
     each operand has in memory, or is written in.
     """
     (lhs_contracting, rhs_contracting), _ = eqn.params["dimension_numbers"]
-    lhs_outer, rhs_outer = (
-        _others(x.ndim, axes)
-        for x, axes in zip(operands, (lhs_contracting, rhs_contracting), strict=True)
-    )
+    lhs, rhs = operands
+    lhs_outer = [axis for axis in range(lhs.ndim) if axis not in lhs_contracting]
+    rhs_outer = [axis for axis in range(rhs.ndim) if axis not in rhs_contracting]
     from_lhs = range(len(lhs_outer))  # axes of the result
     from_rhs = range(len(lhs_outer), len(lhs_outer) + len(rhs_outer))
     forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
     dtypes = [x.dtype for x in operands]
-    on_mesh = explicit_sharding(operands[0]) or explicit_sharding(operands[1])
+    on_mesh = explicit_sharding(lhs) or explicit_sharding(rhs)
     result: Any = eqn.outvars[0].aval
     specs = [
         entries_of(x.sharding.spec, x.ndim)
@@ -222,7 +221,3 @@ def _largest(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """
     magnitude = jnp.abs(lax.stop_gradient(x)).astype(np.float32)
     return jnp.max(jnp.where(magnitude < np.inf, magnitude, 0), axis=tuple(axes))
-
-
-def _others(count: int, axes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(axis for axis in range(count) if axis not in axes)

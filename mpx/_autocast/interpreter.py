@@ -3,6 +3,7 @@ the user wrote it.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,23 +38,20 @@ def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
         return v.val if is_literal(v) else values[v]
 
     run_plan = functools.partial(run, settings=settings)  # of programs inside
-    kept: list[JaxprEqn] = []
-    for step in plan.steps:
-        if step.action == "keep":
-            kept.append(step.eqn)
+    for action, steps in itertools.groupby(plan.steps, lambda step: step.action):
+        if action == "keep":
+            run_equations(program, [step.eqn for step in steps], values)
             continue
-        run_equations(program, kept, values)
-        kept = []
-        with with_source_of(step.eqn):
+        for step in steps:
             run_step = (
                 HANDLERS[step.eqn.primitive.name].run
-                if step.action == "enter"
-                else _ACTIONS[step.action]
+                if action == "enter"
+                else _ACTIONS[action]
             )
             inputs = [read(v) for v in step.eqn.invars]
-            results = run_step(step, inputs, run_plan, settings)
-        values.update(zip(step.eqn.outvars, results, strict=True))
-    run_equations(program, kept, values)
+            with with_source_of(step.eqn):
+                results = run_step(step, inputs, run_plan, settings)
+            values.update(zip(step.eqn.outvars, results, strict=True))
     return [read(v) for v in program.outvars]
 
 

@@ -160,13 +160,14 @@ class Planner:
     def _narrowed(self, eqn: JaxprEqn, tags: tuple[Tag, ...]) -> Step:
         asked = precisions.widest(tag.precision for tag in tags)
         precision = asked or self.settings.precision
+        in_16_bits = precisions.precision_of_dtype(precision.dtype)  # without FP8
         reason = _why_kept(eqn, tags, precision, is_override=asked is not None)
         if precision.is_narrow and contraction.may_be_mapped(eqn, reason, tags):
             reason = (
                 f"{reason}; narrowed where a `jax.vmap` around makes a matrix of it"
             )
             kept = _as_traced(eqn, tags, reason)
-            return kept._replace(action="map", precision=precision.fallback)
+            return kept._replace(action="map", precision=in_16_bits)
         if reason is not None:
             return _as_traced(eqn, tags, reason)
         is_product = facts_of(eqn).contraction
@@ -177,7 +178,7 @@ class Planner:
                 if is_product
                 else "FP8 is for matrix products"
             )
-            precision = precision if why_16_bits is None else precision.fallback
+            precision = precision if why_16_bits is None else in_16_bits
         elif asked and self.settings.precision.fp8 is not None:
             why_16_bits = f"an override of the policy asks for {precision.name}"
         narrow = Tag(precision.dtype, is_product=is_product)

@@ -37,11 +37,6 @@ class ContractionPrecision:
         """Return whether contractions are those of a plain float32 program."""
         return not self.is_narrow and self.algorithm is None
 
-    @property
-    def fallback(self) -> "ContractionPrecision":
-        """Return the precision without 8-bit floats."""
-        return self if self.fp8 is None else precision_of_dtype(self.dtype)
-
 
 BF16 = ContractionPrecision("bf16", np.dtype(jnp.bfloat16))
 F16 = ContractionPrecision("f16", np.dtype(np.float16))

@@ -59,15 +59,10 @@ def with_activations(plan: Plan, settings: Settings) -> Plan:
     for user in filter(_rounds_an_activation, plan.steps):
         for v in user.eqn.invars[:2]:
             members = _members(v, made_by)
-            activation = (
-                _activation(user, v, members, program, uses, settings)
-                if _pays(user, members)
-                else None
-            )
+            activation = _activation(user, v, members, program, uses, settings)
             if activation is not None:
-                new |= {id(step): () for step in members} | {
-                    id(members[-1]): (activation,)
-                }
+                new |= {id(step): () for step in members}
+                new[id(members[-1])] = (activation,)
 
     def with_those_inside(step: Step) -> Step:
         if step.action != "enter" or step.eqn.primitive.name != "jit":
@@ -139,6 +134,8 @@ def _activation(
     """Return steps as one; None if that would round a gradient, or if a value has
     another use or needs 32 bits.
     """
+    if not _pays(user, members):
+        return None
     eqns = [step.eqn for step in members]
     part = part_of(program, eqns, [result])
     tag_of = {
@@ -227,7 +224,7 @@ def run_activation(
     """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the
     products round it.
     """
-    (plan,) = step.plans
+    plan: Any = step.plans[0]  # an `Activation`
     crossings = [Crossing(travels_in(tag, None, settings)) for tag in plan.in_tags]
 
     def activation(*operands: Any) -> Any:
@@ -235,7 +232,6 @@ def run_activation(
             run_plan(plan, unpacked(operands, crossings))[0], step.precision.dtype
         )
 
-    assert isinstance(plan, Activation), "the plan that `_activation` made"
     if not plan.checkpoints:
         plan.checkpoints.append(jax.checkpoint(activation))
     result = plan.checkpoints[0](*packed(operands, crossings))

@@ -51,12 +51,11 @@ def followed(
         return (UNKNOWN,) * len(eqn.outvars)
     pairs = list(zip(eqn.invars, tags, strict=True))
     # Several arrays at once: each result has its operand.
-    if len(eqn.invars) == len(eqn.outvars) > 1:
-        return tuple(
-            tag_of_elements(eqn, [pair], v, constants_in)
-            for pair, v in zip(pairs, eqn.outvars, strict=True)
-        )
-    return tuple(tag_of_elements(eqn, pairs, v, constants_in) for v in eqn.outvars)
+    are_several = len(eqn.invars) == len(eqn.outvars) > 1
+    return tuple(
+        tag_of_elements(eqn, [pairs[i]] if are_several else pairs, v, constants_in)
+        for i, v in enumerate(eqn.outvars)
+    )
 
 
 def tag_of_elements(

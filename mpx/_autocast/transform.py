@@ -53,12 +53,7 @@ class _Argument(NamedTuple):
     leaf: Any
     view: differentiation.View | None  # if a gradient around differentiates it
     name: str  # its path inside of the argument
-    is_as_it_is: bool  # whether the user wants it in its own dtype
-
-    @property
-    def is_viewed(self) -> bool:
-        """Return whether the function gets a float32 view of it."""
-        return _trees.is_narrower(self.leaf) and not self.is_as_it_is
+    is_as_it_is: bool  # whether the user wants no float32 view of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +136,10 @@ class Autocast:
 
         def program(*arrays):
             viewed = [
-                x.astype(np.float32) if argument.is_viewed else x
-                for x, argument in zip(arrays, given, strict=True)
+                x.astype(np.float32)
+                if _trees.is_narrower(leaf) and not is_as_it_is
+                else x
+                for x, (leaf, *_, is_as_it_is) in zip(arrays, given, strict=True)
             ]
             copy = in_place.copy_with(args, kwargs, put(viewed))
             returned = self.fun(*copy.args, **copy.kwargs)

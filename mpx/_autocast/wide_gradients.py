@@ -83,11 +83,9 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> 
     operand as JAX does.
     """
     (x, other, *rest), (of_x, of_other, *_) = primals, tangents
-    parts = (
-        []
-        if type(of_x) is ad.Zero
-        else [_derivative.bind(of_x, other, *rest, **params)]
-    )
+    parts = []
+    if type(of_x) is not ad.Zero:
+        parts.append(_derivative.bind(of_x, other, *rest, **params))
     if type(of_other) is not ad.Zero:
 
         def along(t, x, y, *rest):
