@@ -121,13 +121,14 @@ def _run_shard_map(
     summed over devices.
     """
     params = step.eqn.params
+    axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
     return jax.shard_map(
         lambda *operands: tuple(run(step.plans[0], operands)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
-        axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
+        axis_names=params[axes],
     )(*operands)
 
 
