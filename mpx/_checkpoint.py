@@ -99,7 +99,7 @@ def checkpoint(
             )
 
         def keep(x):
-            return _kept.bind(x, format=kept) if is_encoded(x) else x
+            return _kept_between_passes.bind(x, format=kept) if is_encoded(x) else x
 
         return fun(
             *[
@@ -110,7 +110,7 @@ def checkpoint(
         )
 
     def keeps(primitive, *types, **params):
-        return primitive is _kept or others(primitive, *types, **params)
+        return primitive is _kept_between_passes or others(primitive, *types, **params)
 
     return jax.checkpoint(with_kept, policy=keeps, **options)
 
@@ -126,7 +126,7 @@ def _divided(
     if (
         unknown[0]
         or format is None
-        or saveable(_kept, x.aval, **eqn.params) is not True
+        or saveable(_kept_between_passes, x.aval, **eqn.params) is not True
     ):
         return (
             None if unknown[0] else eqn,
@@ -170,7 +170,7 @@ def _coders(
             encode, decode = jax.vmap(encode), jax.vmap(decode)
 
     def once(x):
-        return _kept.bind(x, format=None).astype(np.float32)
+        return _kept_between_passes.bind(x, format=None).astype(np.float32)
 
     return lambda x: placed_by_xla(encode, once(x), None), lambda *x: placed_by_xla(
         decode, *x
@@ -185,19 +185,19 @@ def _derivative(
             "`checkpoint`: codes have no derivative, and a gradient has. Use"
             " `jax.checkpoint` there."
         )
-    return _kept.bind(*primals, format=format), tangents[0]
+    return _kept_between_passes.bind(*primals, format=format), tangents[0]
 
 
 def _batched(operands: Any, at: Any, **params: Any) -> tuple[Any, int]:
-    return _kept.bind(jnp.moveaxis(operands[0], at[0], 0), **params), 0
+    return _kept_between_passes.bind(jnp.moveaxis(operands[0], at[0], 0), **params), 0
 
 
 # `format` is None where it is encoded, to see who differentiates that.
-_kept = Primitive("kept_between_passes")
-_kept.def_impl(lambda x, **_: x)
-_kept.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(_kept, lambda cotangent, _, **__: [cotangent])
-ad.primitive_jvps[_kept] = _derivative
-batching.primitive_batchers[_kept] = _batched
-mlir.register_lowering(_kept, lambda _, x, **__: [x])
-partial_eval.partial_eval_jaxpr_custom_rules[_kept] = _divided
+_kept_between_passes = Primitive("kept_between_passes")
+_kept_between_passes.def_impl(lambda x, **_: x)
+_kept_between_passes.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_kept_between_passes, lambda cotangent, _, **__: [cotangent])
+ad.primitive_jvps[_kept_between_passes] = _derivative
+batching.primitive_batchers[_kept_between_passes] = _batched
+mlir.register_lowering(_kept_between_passes, lambda _, x, **__: [x])
+partial_eval.partial_eval_jaxpr_custom_rules[_kept_between_passes] = _divided

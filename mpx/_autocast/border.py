@@ -66,17 +66,17 @@ def crossing(
     return Crossing(travels_in(tag, demand.cotangent_in, settings))
 
 
-def packed(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
+def at_border(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
     """Return values as they cross the border of a program."""
-    return list(map(_packed, values, crossings))
+    return list(map(_at_border, values, crossings))
 
 
-def unpacked(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
+def behind_border(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
     """Return values as the program behind the border reads them, in float32."""
-    return list(map(_unpacked, values, crossings))
+    return list(map(_behind_border, values, crossings))
 
 
-def _packed(x: Any, how: Crossing) -> Any:
+def _at_border(x: Any, how: Crossing) -> Any:
     if how.dtype is None or isinstance(x, Carried):
         return x
     if how.gradient_in is None:
@@ -86,7 +86,7 @@ def _packed(x: Any, how: Crossing) -> Any:
     return Carried(lax.convert_element_type(carrier, how.gradient_in), weight)
 
 
-def _unpacked(x: Any, how: Crossing) -> Any:
+def _behind_border(x: Any, how: Crossing) -> Any:
     if how.dtype is None or how.is_handed_on:
         return x
     if not isinstance(x, Carried):
@@ -102,21 +102,25 @@ def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
     A primitive, because JAX drops custom derivatives where it differentiates a loop or
     a checkpoint twice.
     """
-    return _replaced.bind(value, x)
+    return _with_derivative.bind(value, x)
 
 
-def _batched_replaced(operands: list[Any], axes: list[int | None]) -> tuple[Any, int]:
+def _with_derivative_batched(
+    operands: list[Any], axes: list[int | None]
+) -> tuple[Any, int]:
     pairs = list(zip(operands, axes, strict=True))
     size = next(x.shape[axis] for x, axis in pairs if axis is not None)
-    return _replaced.bind(*[batching.bdim_at_front(*pair, size) for pair in pairs]), 0
+    return _with_derivative.bind(
+        *[batching.bdim_at_front(*pair, size) for pair in pairs]
+    ), 0
 
 
-_replaced = Primitive("value_with_derivative_of")
-_replaced.def_impl(lambda value, x: value)
-_replaced.def_abstract_eval(lambda value, x: x)
-ad.primitive_jvps[_replaced] = lambda primals, tangents: (
-    _replaced.bind(*primals),
+_with_derivative = Primitive("value_with_derivative_of")
+_with_derivative.def_impl(lambda value, x: value)
+_with_derivative.def_abstract_eval(lambda value, x: x)
+ad.primitive_jvps[_with_derivative] = lambda primals, tangents: (
+    _with_derivative.bind(*primals),
     tangents[1],
 )
-batching.primitive_batchers[_replaced] = _batched_replaced
-mlir.register_lowering(_replaced, lambda _, value, x: [value])
+batching.primitive_batchers[_with_derivative] = _with_derivative_batched
+mlir.register_lowering(_with_derivative, lambda _, value, x: [value])

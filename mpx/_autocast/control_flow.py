@@ -17,7 +17,13 @@ from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._autocast.border import Crossing, crossing, packed, travels_in, unpacked
+from mpx._autocast.border import (
+    Crossing,
+    at_border,
+    behind_border,
+    crossing,
+    travels_in,
+)
 from mpx._autocast.plan import Demand, Plan, Run, Settings, Step
 from mpx._autocast.tags import Tag, common, shared
 from mpx._jaxprs import called_jaxpr, count_uses, dtype_of, open_jaxpr, scan_counts
@@ -82,9 +88,9 @@ def _run_checkpoint(
     """
     plan = step.plans[0]
     crossings = _into_checkpoint(plan, settings)
-    parts = packed(operands, crossings)
+    parts = at_border(operands, crossings)
     program, new = _retraced(
-        lambda *parts: run(plan, unpacked(parts, crossings)), parts
+        lambda *parts: run(plan, behind_border(parts, crossings)), parts
     )
     params = step.eqn.params | {"jaxpr": program}
     # One for each operand, which may be two arrays now.
@@ -166,10 +172,10 @@ def _run_cond(
         for tag, demand in zip(step.in_tags, demands, strict=True)
     )
     branches = [
-        lambda *parts, plan=plan: tuple(run(plan, unpacked(parts, crossings)))
+        lambda *parts, plan=plan: tuple(run(plan, behind_border(parts, crossings)))
         for plan in step.plans
     ]
-    operands = packed(operands, crossings)
+    operands = at_border(operands, crossings)
     platforms = step.eqn.params.get("branches_platforms")
     if platforms is not None:
         by_name = {
@@ -211,8 +217,8 @@ def _run_scan(
     ]
 
     def body(carry, xs):
-        results = run(plan, [*consts, *carry, *unpacked(xs, into)])
-        return results[: len(carry)], packed(results[len(carry) :], out_of)
+        results = run(plan, [*consts, *carry, *behind_border(xs, into)])
+        return results[: len(carry)], at_border(results[len(carry) :], out_of)
 
     # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA
     # could merge with the first pass.
@@ -224,9 +230,9 @@ def _run_scan(
         if key in params
     }
     carry, ys = lax.scan(
-        body, carry, packed(xs, into), length=params["length"], **options
+        body, carry, at_border(xs, into), length=params["length"], **options
     )
-    return [*carry, *unpacked(ys, out_of)]
+    return [*carry, *behind_border(ys, out_of)]
 
 
 def _into_scan(step: Step, settings: Settings) -> list[Crossing]:

@@ -63,7 +63,7 @@ class Differentiation:
         """
         if not (self.functions and self.parameters):
             return
-        found = _sources(trace())
+        found = _hidden_parameters(trace())
         pairs = sorted(pair for pair in found if pair[0] in self.parameters)
         if not pairs:
             return
@@ -148,7 +148,7 @@ batching.primitive_batchers[_watched] = lambda x, at, **params: (
 mlir.register_lowering(_watched, lambda _, x, **__: [x])
 
 
-def _sources(program: Any) -> set[tuple[str, str]]:
+def _hidden_parameters(program: Any) -> set[tuple[str, str]]:
     """Return which parameters go into which autocast functions at arguments without a
     view, as pairs of names.
     """

@@ -188,9 +188,9 @@ def _summed(steps: Iterable[PlacedStep], settings: Settings) -> Explanation:
         eqn = step.eqn
         if facts_of(eqn).contraction:
             row = (
-                _line_of(eqn, outer),
+                _source_line(eqn, outer),
                 eqn.primitive.name,
-                " ".join(map(_shape, eqn.invars[:2])),
+                " ".join(map(_operand, eqn.invars[:2])),
                 _runs_in(step),
                 step.reason or "",
             )
@@ -221,18 +221,18 @@ def _runs_in(step: Step) -> str:
     dtypes = {
         dtype_of(v) for v in step.eqn.invars if jnp.issubdtype(dtype_of(v), jnp.inexact)
     }
-    return " ".join(sorted(map(_short, dtypes))) or "-"
+    return " ".join(sorted(map(_short_name, dtypes))) or "-"
 
 
-def _shape(v: Any) -> str:
-    return f"{_short(v.aval.dtype)}[{','.join(map(str, v.aval.shape))}]"
+def _operand(v: Any) -> str:
+    return f"{_short_name(v.aval.dtype)}[{','.join(map(str, v.aval.shape))}]"
 
 
-def _short(dtype: Any) -> str:
+def _short_name(dtype: Any) -> str:
     return _SHORT.get(str(dtype), str(dtype))
 
 
-def _line_of(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:
+def _source_line(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:
     """Return the line of the user's code for an operation, or for the nearest operation
     around it that has one.
     """

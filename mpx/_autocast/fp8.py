@@ -88,7 +88,9 @@ def run_in_8_bits(
     def product(
         a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any
     ) -> jax.Array:
-        multiply = functools.partial(_product, contracted=contracted, dtype=dtype)
+        multiply = functools.partial(
+            _product_of_codes, contracted=contracted, dtype=dtype
+        )
         # Sums over devices have no type yet: XLA places what is inside.
         if on_mesh is not None:
             multiply = in_auto(
@@ -100,7 +102,7 @@ def run_in_8_bits(
 
     def coded(x: jax.Array, dtype: np.dtype) -> Codes:
         narrow = lax.convert_element_type(x, dtype)
-        return _encoded(_written(narrow), narrow, forward)
+        return _rounded_to_8_bits(_in_memory(narrow), narrow, forward)
 
     def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
         left, right = map(coded, (lhs, rhs), in_memory)
@@ -122,10 +124,10 @@ def run_in_8_bits(
         # XLA may fuse this maximum into the kernel that adds up columns for a bias's
         # gradient.
         of_columns = lax.optimization_barrier(
-            _largest(cotangent, range(cotangent.ndim - 1))
+            _largest_magnitude(cotangent, range(cotangent.ndim - 1))
         )
         narrow = lax.convert_element_type(cotangent, RESULTS)
-        g = _encoded(_written(narrow), of_columns, backward)
+        g = _rounded_to_8_bits(_in_memory(narrow), of_columns, backward)
 
         def gradient(i, a, b, contracted, axes):
             """Return that of one operand, from a product whose axes are these of it."""
@@ -151,7 +153,7 @@ def _as_bits(x: Codes, dtype: Any) -> Codes:
     return Codes(lax.bitcast_convert_type(x.codes, dtype), x.inverse_scale)
 
 
-def _written(narrow: jax.Array) -> jax.Array:
+def _in_memory(narrow: jax.Array) -> jax.Array:
     """Write an operand to memory in its dtype, if it is not there yet.
 
     Without the barrier XLA would write it in float32 between the two passes that read
@@ -160,7 +162,7 @@ def _written(narrow: jax.Array) -> jax.Array:
     return lax.optimization_barrier(narrow)
 
 
-def _product(
+def _product_of_codes(
     a: Codes,
     b: Codes,
     contracted: tuple[Sequence[int], Sequence[int]],
@@ -198,13 +200,13 @@ def _places(axes: Sequence[int]) -> list[int]:
     return sorted(range(len(axes)), key=axes.__getitem__)
 
 
-def _encoded(x: jax.Array, measured: jax.Array, dtype: np.dtype) -> Codes:
+def _rounded_to_8_bits(x: jax.Array, measured: jax.Array, dtype: np.dtype) -> Codes:
     """Round an operand to 8 bits.
 
     `measured` has its absolute maximum, and is read where the operand is computed, so
     that XLA can fuse the reduction.
     """
-    largest = _largest(measured, range(measured.ndim))
+    largest = _largest_magnitude(measured, range(measured.ndim))
     # Of the mesh, inside a shard map.
     axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))
     largest = lax.pmax(largest, axes) if axes else largest
@@ -213,7 +215,7 @@ def _encoded(x: jax.Array, measured: jax.Array, dtype: np.dtype) -> Codes:
     return Codes(lax.convert_element_type(scaled, dtype), power_of_two(-exponent))
 
 
-def _largest(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def _largest_magnitude(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Return the largest finite magnitude along `axes`, in float32.
 
     Infinities and NaN stay in 8 bits and spoil only their own rows: other rows keep

@@ -68,7 +68,9 @@ def _run_narrowed(
         ]
         results = eqn.primitive.bind(*narrow, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
-    results = [_as_traced(x, v) for x, v in zip(results, eqn.outvars, strict=True)]
+    results = [
+        _in_traced_dtype(x, v) for x, v in zip(results, eqn.outvars, strict=True)
+    ]
     return [rounding.kept(x, step.precision, on_gpu=step.is_read_wide) for x in results]
 
 
@@ -77,7 +79,7 @@ def _run_if_mapped(
 ) -> list[Any]:
     narrow = functools.partial(contraction.run_narrowed, step, settings)
     result = mapped.product(step.eqn, operands, narrow)
-    return [_as_traced(result, step.eqn.outvars[0])]
+    return [_in_traced_dtype(result, step.eqn.outvars[0])]
 
 
 def _run_transfer(
@@ -114,7 +116,7 @@ def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def _as_traced(x: Any, v: Any) -> Any:
+def _in_traced_dtype(x: Any, v: Any) -> Any:
     """Return a result in the dtype it was traced with, weak or not."""
     if not v.aval.weak_type:
         return lax.convert_element_type(x, dtype_of(v))

@@ -40,7 +40,7 @@ def _bound(function: Callable[..., Any], operands: Any, narrow: Narrow) -> jax.A
     )
 
 
-def _transposed(
+def _product_transposed(
     cotangent: Any, lhs: Any, rhs: Any, program: ClosedJaxpr, narrow: Narrow
 ) -> list[Any]:
     """Return the cotangent of the one operand that the product is linear in."""
@@ -60,7 +60,7 @@ def _transposed(
     return [result, None] if is_left else [None, result]
 
 
-def _batched(
+def _product_batched(
     operands: list[Any], axes: list[int | None], program: ClosedJaxpr, narrow: Narrow
 ) -> tuple[Any, int]:
     one = functools.partial(wide.run_program, program=program)
@@ -80,8 +80,8 @@ ad.defjvp(
     lambda t, lhs, rhs, **params: _mapped.bind(t, rhs, **params),
     lambda t, lhs, rhs, **params: _mapped.bind(lhs, t, **params),
 )
-ad.primitive_transposes[_mapped] = _transposed
-batching.primitive_batchers[_mapped] = _batched
+ad.primitive_transposes[_mapped] = _product_transposed
+batching.primitive_batchers[_mapped] = _product_batched
 jet.jet_rules[_mapped] = lambda primals, series, program, narrow: jet.jet(
     functools.partial(wide.run_program, program=program), primals, series
 )

@@ -15,7 +15,13 @@ from mpx._autocast.demand import with_demands
 from mpx._autocast.plan import DECIDED, UNUSED, Demand, Plan, Settings, Step
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.rules import DEFAULT_RULES
-from mpx._autocast.tags import UNKNOWN, Tag, followed, is_smaller, tag_of_elements
+from mpx._autocast.tags import (
+    UNKNOWN,
+    Tag,
+    is_smaller,
+    tag_of_elements,
+    tags_of_results,
+)
 from mpx._jaxprs import (
     count_uses,
     is_f32,
@@ -105,7 +111,7 @@ class Planner:
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
         if rule == "follow":
-            return self._followed(eqn, tags, transfer_in)
+            return self._moved(eqn, tags, transfer_in)
         if _is_decided(eqn):
             return _as_traced(
                 eqn, tags, "decided by an autocast or full_precision inside"
@@ -127,10 +133,10 @@ class Planner:
             reason = "a custom derivative belongs to the function that its author wrote"
         return _as_traced(eqn, tags, reason)
 
-    def _followed(
+    def _moved(
         self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None
     ) -> Step:
-        results = followed(eqn, tags, self._constants_in)
+        results = tags_of_results(eqn, tags, self._constants_in)
         action, dtype = "transfer", transfer_in
         if transfer_in is not None:
             results = (results[0]._replace(representable_in=transfer_in),)

@@ -20,7 +20,7 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from mpx._autocast import rounding
-from mpx._autocast.border import Crossing, packed, travels_in, unpacked
+from mpx._autocast.border import Crossing, at_border, behind_border, travels_in
 from mpx._autocast.plan import Demand, Plan, Run, Settings, Step, walk
 from mpx._jaxprs import count_uses, is_f32, is_literal, open_jaxpr, part_of
 from mpx._primitives import facts_of
@@ -58,7 +58,7 @@ def with_activations(plan: Plan, settings: Settings) -> Plan:
     new: dict[int, tuple[Step, ...]] = {}  # by ids of steps
     for user in filter(_rounds_an_activation, plan.steps):
         for v in user.eqn.invars[:2]:
-            members = _members(v, made_by)
+            members = _steps_to(v, made_by)
             activation = _activation(user, v, members, program, uses, settings)
             if activation is not None:
                 new |= {id(step): () for step in members}
@@ -100,7 +100,7 @@ def _is_cheap(step: Step) -> bool:
     )
 
 
-def _members(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]:
+def _steps_to(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]:
     """Return the steps that lead to a value, in the order of the program."""
     found, wanted = {}, [result]
     while wanted:
@@ -229,10 +229,10 @@ def run_activation(
 
     def activation(*operands: Any) -> Any:
         return lax.convert_element_type(
-            run_plan(plan, unpacked(operands, crossings))[0], step.precision.dtype
+            run_plan(plan, behind_border(operands, crossings))[0], step.precision.dtype
         )
 
     if not plan.checkpoints:
         plan.checkpoints.append(jax.checkpoint(activation))
-    result = plan.checkpoints[0](*packed(operands, crossings))
+    result = plan.checkpoints[0](*at_border(operands, crossings))
     return [rounding.kept(lax.convert_element_type(result, np.float32), step.precision)]

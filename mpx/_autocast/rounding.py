@@ -42,7 +42,7 @@ def kept(
     return _rounding_kept.bind(x, dtype=precision.dtype, on_gpu=on_gpu and is_small)
 
 
-def _rounded(x: jax.Array, dtype: Any, **_: bool) -> jax.Array:
+def _reduced(x: jax.Array, dtype: Any, **_: bool) -> jax.Array:
     # With all exponents: float16 has subnormal numbers, which fewer bits would flush to
     # zero.
     return lax.reduce_precision(
@@ -52,7 +52,7 @@ def _rounded(x: jax.Array, dtype: Any, **_: bool) -> jax.Array:
 
 # A primitive, because the derivative of `reduce_precision` rounds cotangents.
 _rounding_kept = Primitive("rounding_kept")
-_rounding_kept.def_impl(_rounded)
+_rounding_kept.def_impl(_reduced)
 _rounding_kept.def_abstract_eval(lambda x, **_: x)
 ad.primitive_jvps[_rounding_kept] = lambda primals, tangents, **how: (
     _rounding_kept.bind(*primals, **how),
@@ -68,10 +68,10 @@ jet.jet_rules[_rounding_kept] = lambda primals, series, **how: (
 mlir.register_lowering(
     _rounding_kept,
     mlir.lower_fun(
-        lambda x, dtype, on_gpu: _rounded(x, dtype) if on_gpu else x,
+        lambda x, dtype, on_gpu: _reduced(x, dtype) if on_gpu else x,
         multiple_results=False,
     ),
 )
 mlir.register_lowering(
-    _rounding_kept, mlir.lower_fun(_rounded, multiple_results=False), platform="cpu"
+    _rounding_kept, mlir.lower_fun(_reduced, multiple_results=False), platform="cpu"
 )

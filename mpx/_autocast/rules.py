@@ -20,13 +20,21 @@ from mpx._primitives import PRIMITIVES, Facts
 Rule = Literal["narrow", "follow", "enter", "keep"]
 
 # Rounding their operands first gives the rounded result.
-_EXACT = {"abs", "ceil", "convert_element_type", "floor", "neg", "round", "sign"}
+_COMMUTE_WITH_ROUNDING = {
+    "abs",
+    "ceil",
+    "convert_element_type",
+    "floor",
+    "neg",
+    "round",
+    "sign",
+}
 
 
 def _default_rule(name: str, facts: Facts) -> Rule:
     if facts.contraction:
         return "narrow"
-    if facts.moves or name in _EXACT:
+    if facts.moves or name in _COMMUTE_WITH_ROUNDING:
         return "follow"
     return "enter" if facts.runs not in ("", "custom") else "keep"
 

@@ -39,7 +39,7 @@ class Tag(NamedTuple):
 UNKNOWN = Tag()
 
 
-def followed(
+def tags_of_results(
     eqn: JaxprEqn, tags: tuple[Tag, ...], constants_in: np.dtype | None
 ) -> tuple[Tag, ...]:
     """Return the tags of results whose elements are elements of the operands.

@@ -77,7 +77,7 @@ class Autocast:
         reason = _why_nothing_is_narrowed(precision, plan)
         if reason is not None:
             _errors.warn(
-                f"`autocast`: no matrix product of `{_name(self.fun)}` runs in"
+                f"`autocast`: no matrix product of `{_name_of(self.fun)}` runs in"
                 f" {precision.name}: {reason} `mpx.explain` shows each product."
             )
         if self.checkpoint is None:
@@ -107,7 +107,7 @@ class Autocast:
             if scale is not None:
                 values = differentiation.with_cotangents_times(values, scale)
             if self.needs_a_scale and not traced.plan.runs_as_traced:
-                values = differentiation.needing_a_scale(values, _name(self.fun))
+                values = differentiation.needing_a_scale(values, _name_of(self.fun))
         result, changes = traced.rebuild(values)
         in_place.hand_back((args, kwargs), changes)
         return result
@@ -124,7 +124,7 @@ class Autocast:
         kept = self._as_they_are(names)
         flat = jax.tree.leaves_with_path((args, kwargs))
         views, leaves = differentiation.views_of(
-            [leaf for _, leaf in flat], _name(self.fun)
+            [leaf for _, leaf in flat], _name_of(self.fun)
         )
         arrays, put = _trees.partition_leaves(leaves, _is_traced)
         given = [
@@ -190,8 +190,8 @@ class Autocast:
         if not kept and self.as_they_are != ():
             raise ValueError(
                 f"`autocast`: `as_they_are={self.as_they_are!r}` names no argument of"
-                f" `{_name(self.fun)}`, and no leaf of one. Give numbers of arguments,"
-                " or a pattern that is found in the path of a leaf:"
+                f" `{_name_of(self.fun)}`, and no leaf of one. Give numbers of"
+                " arguments, or a pattern that is found in the path of a leaf:"
                 f" {_errors.listed(list(names.values()), 4)}."
             )
         return kept
@@ -239,7 +239,7 @@ class Traced:
         )
 
 
-class Function:
+class AutocastFunction:
     """A function under autocast. Unlike a closure it can be pickled under any name."""
 
     def __init__(self, record: Autocast) -> None:
@@ -260,14 +260,14 @@ class Function:
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Function, (self.record,)
+        return AutocastFunction, (self.record,)
 
 
 def autocast_of(fun: Any) -> Autocast | None:
     """Return the parts of a function that `autocast` made; None for any other
     function.
     """
-    return fun.record if isinstance(fun, Function) else None
+    return fun.record if isinstance(fun, AutocastFunction) else None
 
 
 def autocast(
@@ -406,7 +406,7 @@ def autocast(
                 f"`autocast`: `loss_scale` was given, but {precision.name} needs none."
                 " Leave it out."
             )
-    return Function(record)  # type: ignore[return-value]
+    return AutocastFunction(record)  # type: ignore[return-value]
 
 
 def _checked_names(as_they_are: Any) -> tuple[int, ...] | str:
@@ -550,7 +550,7 @@ def _is_traced(leaf: Any) -> bool:
     return _trees.is_array(leaf) and not isinstance(leaf, np.bool_)
 
 
-def _name(fun: Any) -> str:
+def _name_of(fun: Any) -> str:
     return getattr(fun, "__qualname__", type(fun).__name__)
 
 
@@ -562,7 +562,7 @@ def _require_leaves(fun: Any, leaves: list[Any]) -> None:
     for leaf in leaves:
         if not (_trees.is_array(leaf) or isinstance(leaf, plain) or callable(leaf)):
             raise TypeError(
-                f"`autocast`: `{_name(fun)}` returns a value of type {type(leaf)},"
+                f"`autocast`: `{_name_of(fun)}` returns a value of type {type(leaf)},"
                 " which is neither an array nor a pytree. Return the arrays inside of"
                 " it, or register the type (`jax.tree_util.register_dataclass`)."
             )

@@ -78,7 +78,9 @@ def run_program(*operands: Any, program: ClosedJaxpr, **_: Any) -> Any:
     return jaxpr_as_fun(program)(*operands)[0]
 
 
-def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+def _derivative_jvp(
+    primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any
+) -> Any:
     """Differentiate once more: in the direction of `x` alike, in that of the other
     operand as JAX does.
     """
@@ -95,7 +97,7 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> 
     return _derivative.bind(*primals, **params), sum(parts[1:], parts[0])
 
 
-def _batched(
+def _derivative_batched(
     operands: list[Any], axes: list[int | None], program: ClosedJaxpr, is_wide: bool
 ) -> tuple[Any, int]:
     """Batch as JAX batches the contraction itself, so that a weight without a batch
@@ -105,7 +107,7 @@ def _batched(
     return _derivative_of(batched, is_wide=is_wide)(*operands), 0
 
 
-def _transposed(
+def _derivative_transposed(
     cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_wide: bool
 ) -> list[Any]:
     """Run JAX's transpose of the program; if `is_wide`, with a float32 result of the
@@ -179,9 +181,9 @@ def primitive_of_a_program(name: str) -> Primitive:
 
 
 _derivative = primitive_of_a_program("narrow_product_derivative")
-ad.primitive_jvps[_derivative] = _jvp
-ad.primitive_transposes[_derivative] = _transposed
-batching.primitive_batchers[_derivative] = _batched
+ad.primitive_jvps[_derivative] = _derivative_jvp
+ad.primitive_transposes[_derivative] = _derivative_transposed
+batching.primitive_batchers[_derivative] = _derivative_batched
 mlir.register_lowering(
     _derivative, mlir.lower_fun(_run_on_cpu, multiple_results=False), platform="cpu"
 )
