@@ -2,6 +2,7 @@
 FLOPs it takes.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -206,9 +207,9 @@ def run_narrowed(
     ]
     if precision.fp8 is not None:
         # What the program computes is written in the compute dtype.
-        computed, given = precision.dtype, np.dtype(np.float32)
         in_memory = [
-            tag.representable_in or (given if tag.is_argument else computed)
+            tag.representable_in
+            or (np.dtype(np.float32) if tag.is_argument else precision.dtype)
             for tag in tags
         ]
         return fp8.run_in_8_bits(eqn, operands, precision.fp8, wants_wide, in_memory)
@@ -220,11 +221,7 @@ def transferred(step: Step, settings: Settings, x: jax.Array) -> jax.Array:
     """Send a float32 value to other devices in 16 bits, and its cotangent back in
     float32 or in 16 bits too.
     """
-    eqn = step.eqn
-
-    def transfer(x):
-        return eqn.primitive.bind(x, **eqn.params)
-
+    transfer = functools.partial(step.eqn.primitive.bind, **step.eqn.params)
     mesh, now = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
     if not mesh.empty and not now.empty and mesh != now:
         # Into `jax.sharding.auto_axes`: outside its axes are explicit, and nothing can
@@ -233,7 +230,7 @@ def transferred(step: Step, settings: Settings, x: jax.Array) -> jax.Array:
 
     def in_16_bits(x):
         narrow = lax.convert_element_type(x, step.precision.dtype)
-        sharding = eqn.params.get("sharding")
+        sharding = step.eqn.params.get("sharding")
         # Of a constraint, which XLA would move in front of the cast.
         if isinstance(sharding, NamedSharding):
             free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)

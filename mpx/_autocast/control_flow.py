@@ -144,10 +144,8 @@ def _run_shard_map(
 def _plan_cond(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     plans = tuple(plan(branch, tags[1:]) for branch in eqn.params["branches"])
     # Nobody knows which branch runs: of a result holds what holds in all of them.
-    return plans, tuple(
-        common(*column)
-        for column in zip(*[inside.out_tags for inside in plans], strict=True)
-    )
+    columns = zip(*[inside.out_tags for inside in plans], strict=True)
+    return plans, tuple(map(common, columns))
 
 
 def _demands_of_cond(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
@@ -365,10 +363,8 @@ def _loop_plan(
     # each time, so this ends.
     while True:
         inside = plan(jaxpr, (*consts, *carry, *xs), results)
-        after = [
-            common(*pair)
-            for pair in zip(carry, inside.out_tags[: len(carry)], strict=True)
-        ]
+        ends = zip(carry, inside.out_tags[: len(carry)], strict=True)
+        after = list(map(common, ends))
         if after == carry:
             return inside, carry
         carry = after
@@ -385,7 +381,7 @@ def _retraced(
     """
     program = jax.make_jaxpr(function)(*operands)
     invars = [*program.jaxpr.constvars, *program.jaxpr.invars]
-    return program.jaxpr.replace(constvars=[], invars=invars), list(program.consts)
+    return program.jaxpr.replace(constvars=[], invars=invars), program.consts
 
 
 _CALL = Handler(_plan_call, lambda _, plans: plans[0].demands, _run_jit)

@@ -255,5 +255,5 @@ _OWN_FOLDER = pathlib.Path(__file__).parents[1]
 
 
 def _short_path(path: pathlib.Path) -> str:
-    short = os.path.relpath(path) if path.is_absolute() else str(path)
+    short = os.path.relpath(path)
     return str(path) if short.startswith("..") else short

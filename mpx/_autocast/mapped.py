@@ -29,9 +29,8 @@ def product(eqn: JaxprEqn, operands: list[Any], narrow: Narrow) -> jax.Array:
     """Run a product in float32, or by `narrow` where a `jax.vmap` makes a product of
     matrices of it.
     """
-    return _bound(
-        lambda *operands: eqn.primitive.bind(*operands, **eqn.params), operands, narrow
-    )
+    as_traced = functools.partial(eqn.primitive.bind, **eqn.params)
+    return _bound(as_traced, operands, narrow)
 
 
 def _bound(function: Callable[..., Any], operands: Any, narrow: Narrow) -> jax.Array:

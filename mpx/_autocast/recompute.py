@@ -112,17 +112,6 @@ def _steps_to(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step
     return [step for _, step in sorted(found.items())]
 
 
-def _pays(user: Step, members: list[Step]) -> bool:
-    """Return whether XLA would keep float32 values of an activation that one step
-    uses.
-    """
-    if not any(facts_of(step.eqn).transcendental for step, _, _ in walk(members)):
-        return False
-    return user.precision.fp8 is not None or any(
-        step.action == "round_cotangent" for step in members
-    )
-
-
 def _activation(
     user: Step,
     result: Any,
@@ -131,13 +120,32 @@ def _activation(
     uses: Counter[Any],
     settings: Settings,
 ) -> Step | None:
-    """Return steps as one; None if that would round a gradient, or if a value has
-    another use or needs 32 bits.
+    """Return the steps that lead to a result as one step; None if XLA would keep
+    nothing of them in float32, or if that would round what it must not.
+
+    The step replaces its members, so all of these have to hold:
+
+    - Nobody else reads what a member computes: it is computed in the checkpoint alone.
+    - What enters is in 16 bits in memory, where it is as large as the result: else the
+      checkpoint would keep float32 values after all.
+    - The result is float32, and `user`, its one use, rounds it. So to leave the
+      checkpoint in 16 bits changes no value. Its cotangent is rounded there too, which
+      a weight among its elements, such as a token of a mask, must not see if its
+      gradient is to be a float32 sum.
     """
-    if not _pays(user, members):
+    # Kept for the derivative: a function such as tanh, where a bias or codes of 8 bits
+    # keep XLA from computing it inside of the next product.
+    is_curved = any(facts_of(step.eqn).transcendental for step, _, _ in walk(members))
+    is_written = user.precision.fp8 is not None or any(
+        step.action == "round_cotangent" for step in members
+    )
+    if not (is_curved and is_written and is_f32(result)):
         return None
     eqns = [step.eqn for step in members]
     part = part_of(program, eqns, [result])
+    uses_inside = count_uses(part)  # of the result there is one, as by `user`
+    if any(uses_inside[v] < uses[v] for eqn in eqns for v in eqn.outvars):
+        return None
     tag_of = {
         v: tag
         for step in members
@@ -145,21 +153,14 @@ def _activation(
         if not is_literal(v)
     }
     in_tags = tuple(tag_of[v] for v in part.invars)
-    uses_inside = count_uses(part)  # and the result has one use, `user`
-
-    def is_wide(v):
-        return is_f32(v) and _extent(v) >= _extent(result)
-
-    has_other_uses = any(uses_inside[v] < uses[v] for eqn in eqns for v in eqn.outvars)
     out_tag = dict(zip(eqns[-1].outvars, members[-1].out_tags, strict=True))[result]
-    # The product would give a weight among its elements, such as a token of a mask, a
-    # float32 cotangent.
+
+    def is_wide(v, tag):
+        is_large = is_f32(v) and _extent(v) >= _extent(result)
+        return is_large and travels_in(tag, None, settings) is None
+
     rounds_a_gradient = out_tag.is_argument and settings.has_wide_gradients
-    keeps_float32 = any(
-        is_wide(v) and travels_in(tag, None, settings) is None
-        for v, tag in zip(part.invars, in_tags, strict=True)
-    )
-    if has_other_uses or rounds_a_gradient or keeps_float32 or not is_f32(result):
+    if rounds_a_gradient or any(map(is_wide, part.invars, in_tags)):
         return None
     plan = Activation(
         part, tuple(members), in_tags, (out_tag,), (Demand(),) * len(in_tags)
@@ -189,25 +190,17 @@ def _without_names(plan: Plan) -> Any:
     def values(variables):
         return tuple((known(v), v.aval) for v in variables)
 
-    inputs, steps = values(open_jaxpr(plan.jaxpr).invars), []
-    for step in plan.steps:
+    def alike(step):
         eqn = step.eqn
         params = frozenset(
             (name, id(x) if x.__hash__ is None else x) for name, x in eqn.params.items()
         )
         place = str(eqn.source_info.name_stack), eqn.ctx
-        steps.append(
-            (
-                step.action,
-                step.plans,
-                eqn.primitive,
-                params,
-                place,
-                values(eqn.invars),
-                values(eqn.outvars),
-            )
-        )
-    return inputs, tuple(steps), plan.in_tags, plan.out_tags
+        operation = step.action, step.plans, eqn.primitive, params, place
+        return operation, values(eqn.invars), values(eqn.outvars)
+
+    inputs = values(open_jaxpr(plan.jaxpr).invars)
+    return inputs, tuple(map(alike, plan.steps)), plan.in_tags, plan.out_tags
 
 
 def _extent(v: Any) -> tuple[int, int]:

@@ -69,7 +69,7 @@ def tag_of_elements(
     arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
     facts = facts_of(eqn)
     is_broadcast = facts.elementwise and any(is_smaller(v, result) for v, _ in arrays)
-    of_any = common(*[tag for _, tag in arrays])
+    of_any = common([tag for _, tag in arrays])
     return of_any._replace(
         representable_in=_common_dtype(eqn, floats, result, constants_in),
         precision=precisions.widest(tag.precision for _, tag in arrays),
@@ -111,7 +111,7 @@ def _common_dtype(
     return dtype if has_all else None
 
 
-def common(*tags: Tag) -> Tag:
+def common(tags: Sequence[Tag]) -> Tag:
     """Return the tag of a value that is one of several."""
     return Tag(
         shared({tag.representable_in for tag in tags}),

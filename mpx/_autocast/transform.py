@@ -25,7 +25,7 @@ from mpx._autocast import (
 )
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import DECIDED, Plan, Settings, Step, walk
+from mpx._autocast.plan import DECIDED, Plan, Settings, walk
 from mpx._autocast.planner import Planner
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
 from mpx._autocast.tags import Tag
@@ -500,16 +500,17 @@ def _why_nothing_is_narrowed(
         if facts_of(step.eqn).contraction:
             products.append(step)
             around += outer
+    bytes_of_operands = {dtype_of(step.eqn.invars[0]).itemsize for step in products}
     if precision.fp8 is not None:
-        missed = [x.reason for x in products if x.action == "narrow" and x.reason]
-        if any(map(_is_in_8_bits, products)):
+        # Here, or by an autocast inside.
+        if 1 in bytes_of_operands or any(step.precision.fp8 for step in products):
             return None
+        missed = [x.reason for x in products if x.action == "narrow" and x.reason]
         if missed:
             return f"the reason for the first of {len(missed)} is: {missed[0]}."
     # Kept products of 16 bits were narrowed by their author, or by an autocast inside.
-    if not precision.is_narrow or any(
-        step.action == "narrow" or _bytes(step) < 4 for step in products
-    ):
+    is_narrowed = any(step.action == "narrow" for step in products)
+    if not precision.is_narrow or is_narrowed or bytes_of_operands & {1, 2}:
         return None
     custom = [eqn for eqn in around if facts_of(eqn).runs == "custom"]
     if custom:
@@ -535,15 +536,6 @@ def _why_nothing_is_narrowed(
     ):
         return f"{reasons[0]}."
     return None
-
-
-def _bytes(step: Step) -> int:
-    return dtype_of(step.eqn.invars[0]).itemsize
-
-
-def _is_in_8_bits(step: Step) -> bool:
-    """Return whether a product runs in 8-bit floats, here or by an autocast inside."""
-    return _bytes(step) == 1 or step.precision.fp8 is not None
 
 
 def _is_traced(leaf: Any) -> bool:

@@ -121,7 +121,7 @@ def _derivative_transposed(
     )
     if not is_wide:
         return [*pull(cotangent), *nothing]
-    transposed = jax.make_jaxpr(lambda cotangent: pull(cotangent)[0])(cotangent)
+    transposed = jax.make_jaxpr(pull)(cotangent)
     return [evaluated(transposed, [cotangent], _bound_in_f32), *nothing]
 
 
@@ -149,9 +149,8 @@ def evaluated(
 def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
     """Bind a contraction of 16-bit operands with a float32 result."""
     params = eqn.params | {"preferred_element_type": np.dtype(np.float32)}
-    return _derivative_of(
-        lambda *operands: eqn.primitive.bind(*operands, **params), is_wide=False
-    )(*operands)
+    bound = functools.partial(eqn.primitive.bind, **params)
+    return _derivative_of(bound, is_wide=False)(*operands)
 
 
 def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
