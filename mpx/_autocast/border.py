@@ -81,6 +81,10 @@ def _at_border(x: Any, how: Crossing) -> Any:
         return x
     if how.gradient_in is None:
         return lax.convert_element_type(x, how.dtype)
+    # `x` goes two ways. Its value goes in 16 bits, without a derivative. Its derivative
+    # goes with zeros, in the dtype that the gradient is to have: JAX gives a gradient
+    # the dtype of its value, and zeros cost nothing, since nobody reads them. Behind
+    # the border both are one value again.
     carrier = with_derivative_of(x, lax.full_like(x, 0))
     weight = lax.stop_gradient(lax.convert_element_type(x, how.dtype))
     return Carried(lax.convert_element_type(carrier, how.gradient_in), weight)

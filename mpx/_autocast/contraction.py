@@ -68,6 +68,12 @@ def _products_of_convolution(eqn: JaxprEqn) -> int:
     """Count products of pixels and taps, except with padding and with the zeros between
     dilated pixels.
     """
+    # Along an axis, place `o` of the result and tap `t` of the kernel meet the input at
+    #
+    #     at = o * stride + t * rhs_dilation - padding
+    #
+    # which is a pixel if it is a multiple of the input's dilation, not before the first
+    # pixel and not behind the last one. Axes are independent, so their counts multiply.
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     lhs, rhs, out = (_aval(v).shape for v in (*eqn.invars, *eqn.outvars))
     pairs = 1
@@ -120,7 +126,7 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
     People use such contractions to add up, to count and to look up, and they take no
     longer in float32. Two kinds of layer would, since XLA would write their float32
     operands: a convolution with a learned kernel, and one row or vector times a weight
-    that is stored in 16 bits, or a cache.
+    that is stored in 16 bits, or a cache. These gain.
     """
     size = contracted_size(eqn)
     if eqn.primitive.name == "conv_general_dilated":
@@ -129,6 +135,8 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
             eqn.params["dimension_numbers"].rhs_spec,
         )
         groups = eqn.params["feature_group_count"]
+        # A layer: a learned kernel for each group, or one on what the program computes.
+        # What is left is a filter of given data, such as a blur.
         if rhs.is_argument and (groups > 1 or not lhs.is_argument):
             return None
         is_vector = kernel[inputs] == 1 and kernel[outputs] == groups
@@ -203,7 +211,7 @@ def run_narrowed(
     tags = step.in_tags[:2]
     wants_wide = [
         settings.has_wide_gradients and tag.is_argument and is_f32(v)
-        for v, tag in zip(step.eqn.invars, tags, strict=False)
+        for v, tag in zip(step.eqn.invars[:2], tags, strict=True)
     ]
     if precision.fp8 is not None:
         # What the program computes is written in the compute dtype.
@@ -221,6 +229,8 @@ def transferred(step: Step, settings: Settings, x: jax.Array) -> jax.Array:
     """Send a float32 value to other devices in 16 bits, and its cotangent back in
     float32 or in 16 bits too.
     """
+    # Devices add up the cotangents of what they all hold. So that of a weight goes back
+    # in float32, as tangents go forth. That of a product is rounded by the product.
     transfer = functools.partial(step.eqn.primitive.bind, **step.eqn.params)
     mesh, now = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
     if not mesh.empty and not now.empty and mesh != now:

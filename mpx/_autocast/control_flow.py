@@ -218,6 +218,8 @@ def _run_scan(
         results = run(plan, [*consts, *carry, *behind_border(xs, into)])
         return results[: len(carry)], at_border(results[len(carry) :], out_of)
 
+    # JAX would stack what derivatives need in float32, for all iterations. So a body
+    # whose author did not choose keeps what a policy here says.
     # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA
     # could merge with the first pass.
     if _leaves_open_what_is_kept(plan.jaxpr):

@@ -65,7 +65,8 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
             d._replace(is_activated=are_activated or d.is_activated or not is_call(eqn))
             for d in inside
         ]
-    if is_call(eqn):  # it runs as traced
+    # It runs as traced, so of dtypes nothing is known. But an activation inside counts.
+    if is_call(eqn):
         program = open_jaxpr(called_jaxpr(eqn))
         _, inside = with_demands(program, list(map(Step, program.eqns)))
         return [
@@ -92,6 +93,8 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
         ]
     if is_cast_to_16_bits(eqn):
         return [demand._replace(used_in=dtype_of(eqn.outvars[0]))]
+    # What only moves elements demands of its operand what is demanded of its result. Of
+    # a cotangent only if no element is copied: copies are added up on the way back.
     if len(results) == 1:
         used_in = (
             results[0].used_in if facts.moves in ("same", "moved", "received") else None

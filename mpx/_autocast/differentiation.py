@@ -160,6 +160,8 @@ def _hidden_parameters(program: Any) -> set[tuple[str, str]]:
             found.update((name, eqn.params["function"]) for name in names)
         elif eqn.primitive is _watched:
             names |= {eqn.params["parameter"]}
+        # Calls and branches are followed value by value. Of all else, such as a loop,
+        # each operand may go into each value inside.
         if is_call(eqn) or eqn.primitive.name == "cond":
             inside = propagate_inside(eqn, operands, rule, lambda _: frozenset())
             return [frozenset().union(*of_branches) for of_branches in inside]

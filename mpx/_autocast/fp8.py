@@ -129,8 +129,9 @@ def run_in_8_bits(
         narrow = lax.convert_element_type(cotangent, RESULTS)
         g = _rounded_to_8_bits(_in_memory(narrow), of_columns, backward)
 
+        # d_lhs = g @ rhs.T and d_rhs = lhs.T @ g, of any axes.
         def gradient(i, a, b, contracted, axes):
-            """Return that of one operand, from a product whose axes are these of it."""
+            """Return that of operand `i`, whose axes the product has in this order."""
             spec = [specs[i][axis] for axis in axes]
             dtype = np.dtype(np.float32) if wide[i] else RESULTS
             result = product(a, b, contracted, spec, dtype)
@@ -206,6 +207,8 @@ def _rounded_to_8_bits(x: jax.Array, measured: jax.Array, dtype: np.dtype) -> Co
     `measured` has its absolute maximum, and is read where the operand is computed, so
     that XLA can fuse the reduction.
     """
+    # codes = round(x * 2**e), where 2**e moves the largest magnitude to the top of the
+    # format. A power of two rounds nothing by itself, and its inverse is exact.
     largest = _largest_magnitude(measured, range(measured.ndim))
     # Of the mesh, inside a shard map.
     axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))

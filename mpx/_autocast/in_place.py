@@ -65,7 +65,9 @@ def copy_with(
     """Return a copy of arguments with these leaves. A variable that occurs twice takes
     the first of its leaves.
     """
-    # A shared variable is two variables in it.
+    # A shared variable is two variables in it, since a tree knows no sharing. NNX does:
+    # it copies the modules once more, with the structure of the caller's own and with
+    # arrays from the tree.
     copied = jax.tree.unflatten(jax.tree.structure((args, kwargs)), leaves)
     modules = _modules_of((args, kwargs))
     if modules:

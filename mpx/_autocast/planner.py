@@ -108,6 +108,8 @@ class Planner:
     def _step(
         self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None
     ) -> Step:
+        # Values that are moved are followed through an island of full precision too: it
+        # decides about what is computed in it, not about where values come from.
         name = eqn.primitive.name
         rule = self.settings.rules.get(name, "keep")
         if rule == "follow":
@@ -136,11 +138,13 @@ class Planner:
     def _moved(
         self, eqn: JaxprEqn, tags: tuple[Tag, ...], transfer_in: np.dtype | None
     ) -> Step:
+        """Plan an operation that moves values. Two of them may move 16 bits in place of
+        float32: a transfer to other devices, and a name that a checkpoint keeps.
+        """
         results = tags_of_results(eqn, tags, self._constants_in)
         action, dtype = "transfer", transfer_in
         if transfer_in is not None:
             results = (results[0]._replace(representable_in=transfer_in),)
-        # What a `jax.checkpoint` policy keeps by name is kept in 16 bits.
         elif eqn.primitive.name == "name" and not _is_decided(eqn):
             action, dtype = "narrow", travels_in(results[0], None, self.settings)
         if dtype is None:
@@ -203,6 +207,8 @@ def _narrow_transfers(
     """
     found = {}
     for step in steps:
+        # A sum over devices moves nothing, and what is chosen (`pmax`) is chosen in
+        # float32.
         facts = facts_of(step.eqn)
         sends = facts.communicates and facts.moves in ("same", "received")
         if not sends or step.action != "keep" or len(step.eqn.invars) != 1:

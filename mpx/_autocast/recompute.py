@@ -168,7 +168,7 @@ def _activation(
     plan = _ACTIVATIONS.setdefault(
         (user.precision, settings.has_wide_gradients, _without_names(plan)), plan
     )
-    # Those inside have theirs.
+    # The steps inside have name stacks of their own.
     place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())
     eqn = eqns[-1].replace(invars=[*part.invars], outvars=[result], source_info=place)
     return Step(eqn, in_tags, plan.out_tags, "recompute", user.precision, (plan,))
@@ -178,6 +178,9 @@ def _without_names(plan: Plan) -> Any:
     """Return what is equal for plans that are alike but for the names of values, while
     one of them lives.
     """
+    # Values are numbered by their first use, so that only what is computed counts. Of
+    # what is not hashable the object counts, and of programs inside their plans: a
+    # planner makes one for equal tags.
     numbers: dict[Any, int] = {}
 
     def known(v):

@@ -122,6 +122,9 @@ class Autocast:
             for path, name in _trees.path_names((args, kwargs)).items()
         }
         kept = self._as_they_are(names)
+        # A leaf that a gradient around differentiates in float32 is its view already.
+        # Others in 16 bits are widened inside of the program, so that their gradients
+        # come back in 16 bits, and a checkpoint keeps 16 bits.
         flat = jax.tree.leaves_with_path((args, kwargs))
         views, leaves = differentiation.views_of(
             [leaf for _, leaf in flat], _name_of(self.fun)

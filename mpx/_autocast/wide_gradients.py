@@ -39,6 +39,9 @@ def contract(
     if not any(wide):
         return product(*operands)
 
+    # The derivative is `t_lhs @ rhs + lhs @ t_rhs`. Each term is linear in its tangent,
+    # and its transpose is the gradient of that operand. So the term of an operand that
+    # wants a float32 gradient is a `_derivative`. The other one is as JAX has it.
     def with_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
         result, rest = product(*primals), primals[2:]
         lhs, rhs = (lax.convert_element_type(x, dtype) for x in primals[:2])
@@ -89,7 +92,7 @@ def _derivative_jvp(
     if type(of_x) is not ad.Zero:
         parts.append(_derivative.bind(of_x, other, *rest, **params))
     if type(of_other) is not ad.Zero:
-
+        # The other operand is in 16 bits here, and so is its gradient.
         def along(t, x, y, *rest):
             return jax.jvp(lambda y: run_program(x, y, *rest, **params), (y,), (t,))[1]
 
@@ -113,6 +116,9 @@ def _derivative_transposed(
     """Run JAX's transpose of the program; if `is_wide`, with a float32 result of the
     contraction in it.
     """
+    # The transpose of a narrow product is one of the same operands, in 16 bits, whose
+    # result has 16 bits too. Only the dtype of that result is changed, so nothing that
+    # is added up is rounded.
     nothing = [None] * len(others)
     if type(cotangent) is ad.Zero:
         return [None, *nothing]
