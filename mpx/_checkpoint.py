@@ -99,7 +99,7 @@ def checkpoint(
             )
 
         def keep(x):
-            return _kept.bind(x, format=kept) if is_encoded(x) else x
+            return _kept_between_passes.bind(x, format=kept) if is_encoded(x) else x
 
         given = [
             jax.tree.map(keep, arg) if i in chosen else arg
@@ -108,7 +108,7 @@ def checkpoint(
         return fun(*given, **kwargs)
 
     def keeps(primitive, *types, **params):
-        return primitive is _kept or others(primitive, *types, **params)
+        return primitive is _kept_between_passes or others(primitive, *types, **params)
 
     return jax.checkpoint(with_kept, policy=keeps, **options)
 
@@ -121,7 +121,7 @@ def _divided(
     """
     (x,), format = eqn.invars, eqn.params["format"]
     # One around it keeps less.
-    is_saved = saveable(_kept, x.aval, **eqn.params) is True
+    is_saved = saveable(_kept_between_passes, x.aval, **eqn.params) is True
     if unknown[0] or format is None or not is_saved:
         first = None if unknown[0] else eqn
         kept = [] if in_backward[0] or is_literal(x) else [x]
@@ -156,7 +156,7 @@ def _coders(
             encode, decode = jax.vmap(encode), jax.vmap(decode)
 
     def encoded(x):
-        x = _kept.bind(x, format=None).astype(np.float32)
+        x = _kept_between_passes.bind(x, format=None).astype(np.float32)
         return placed_by_xla(encode, x, None)
 
     def decoded(*codes):
@@ -173,20 +173,20 @@ def _derivative(
             "`checkpoint`: codes have no derivative, and a gradient has. Use"
             " `jax.checkpoint` there."
         )
-    return _kept.bind(*primals, format=format), tangents[0]
+    return _kept_between_passes.bind(*primals, format=format), tangents[0]
 
 
 def _batched(operands: Any, at: Any, **params: Any) -> tuple[Any, int]:
-    return _kept.bind(jnp.moveaxis(operands[0], at[0], 0), **params), 0
+    return _kept_between_passes.bind(jnp.moveaxis(operands[0], at[0], 0), **params), 0
 
 
 # `format` is None where it is encoded, to see who differentiates that: JAX drops custom
 # derivatives in loops on the way to the second derivative.
-_kept = Primitive("kept_between_passes")
-_kept.def_impl(lambda x, **_: x)
-_kept.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(_kept, lambda cotangent, _, **__: [cotangent])
-ad.primitive_jvps[_kept] = _derivative
-batching.primitive_batchers[_kept] = _batched
-mlir.register_lowering(_kept, lambda _, x, **__: [x])
-partial_eval.partial_eval_jaxpr_custom_rules[_kept] = _divided
+_kept_between_passes = Primitive("kept_between_passes")
+_kept_between_passes.def_impl(lambda x, **_: x)
+_kept_between_passes.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_kept_between_passes, lambda cotangent, _, **__: [cotangent])
+ad.primitive_jvps[_kept_between_passes] = _derivative
+batching.primitive_batchers[_kept_between_passes] = _batched
+mlir.register_lowering(_kept_between_passes, lambda _, x, **__: [x])
+partial_eval.partial_eval_jaxpr_custom_rules[_kept_between_passes] = _divided

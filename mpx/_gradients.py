@@ -174,7 +174,7 @@ def value_and_grad(
         # statistics too.
         in_place.hand_back(
             (args, kwargs),
-            viewed.changes(not loss_scale.skips_bad_steps or all_finite(grads)),
+            viewed.find_changes(not loss_scale.skips_bad_steps or all_finite(grads)),
         )
         return ((loss, aux) if has_aux else loss), grads
 
@@ -467,7 +467,7 @@ def _on_parameters(
         given = in_place.copy_with(args, kwargs, narrow)
         taken.update({id(view.narrow): view for view in views if view})
         result = inner(*given.args, **given.kwargs)
-        changes = given.changes()
+        changes = given.find_changes()
         if transform is jax.value_and_grad:  # it hands no change of an argument back
             in_place.require_unchanged((args, kwargs), changes, result)
         in_place.hand_back((args, kwargs), changes)

@@ -21,12 +21,10 @@ class Crossing(NamedTuple):
     """How a value crosses the border of a program inside."""
 
     dtype: np.dtype | None = None  # 16 bits; None for its own
-    gradient_in: np.dtype | None = (
-        None  # the dtype of a weight's gradient, if a carrier beside the weight gets it
-    )
-
-
-AS_IT_IS = Crossing()
+    # The dtype of a weight's gradient, if a carrier beside the weight gets it.
+    gradient_in: np.dtype | None = None
+    # Whether the program hands it on to one inside, and so leaves it as it came.
+    is_handed_on: bool = False
 
 
 class Carried(NamedTuple):
@@ -63,33 +61,37 @@ def crossing(
     """Return how a value crosses: a weight that is to have a float32 gradient beside a
     carrier of that.
     """
-    if tag.is_narrow_weight and settings.has_wide_gradients:
+    if tag.is_argument and settings.has_wide_gradients:
         return Crossing(tag.representable_in, gradient_in or np.dtype(np.float32))
     return Crossing(travels_in(tag, demand.cotangent_in, settings))
 
 
-def packed(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
+def at_border(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
     """Return values as they cross the border of a program."""
-    return [_packed(x, how) for x, how in zip(values, crossings, strict=True)]
+    return list(map(_at_border, values, crossings))
 
 
-def unpacked(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
-    """Return values in float32 behind the border of a program."""
-    return [_unpacked(x, how) for x, how in zip(values, crossings, strict=True)]
+def behind_border(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
+    """Return values as the program behind the border reads them, in float32."""
+    return list(map(_behind_border, values, crossings))
 
 
-def _packed(x: Any, how: Crossing) -> Any:
+def _at_border(x: Any, how: Crossing) -> Any:
     if how.dtype is None or isinstance(x, Carried):
         return x
     if how.gradient_in is None:
         return lax.convert_element_type(x, how.dtype)
+    # `x` goes two ways. Its value goes in 16 bits, without a derivative. Its derivative
+    # goes with zeros, in the dtype that the gradient is to have: JAX gives a gradient
+    # the dtype of its value, and zeros cost nothing, since nobody reads them. Behind
+    # the border both are one value again.
     carrier = with_derivative_of(x, lax.full_like(x, 0))
     weight = lax.stop_gradient(lax.convert_element_type(x, how.dtype))
     return Carried(lax.convert_element_type(carrier, how.gradient_in), weight)
 
 
-def _unpacked(x: Any, how: Crossing) -> Any:
-    if how.dtype is None:
+def _behind_border(x: Any, how: Crossing) -> Any:
+    if how.dtype is None or how.is_handed_on:
         return x
     if not isinstance(x, Carried):
         return lax.convert_element_type(x, np.float32)
@@ -104,32 +106,25 @@ def with_derivative_of(x: jax.Array, value: jax.Array) -> jax.Array:
     A primitive, because JAX drops custom derivatives where it differentiates a loop or
     a checkpoint twice.
     """
-    return _replaced.bind(value, x)
+    return _with_derivative.bind(value, x)
 
 
-def _batched_replaced(operands: list[Any], axes: list[int | None]) -> tuple[Any, int]:
-    size = next(
-        x.shape[axis]
-        for x, axis in zip(operands, axes, strict=True)
-        if axis is not None
-    )
-    return (
-        _replaced.bind(
-            *[
-                batching.bdim_at_front(x, axis, size)
-                for x, axis in zip(operands, axes, strict=True)
-            ]
-        ),
-        0,
-    )
+def _with_derivative_batched(
+    operands: list[Any], axes: list[int | None]
+) -> tuple[Any, int]:
+    pairs = list(zip(operands, axes, strict=True))
+    size = next(x.shape[axis] for x, axis in pairs if axis is not None)
+    return _with_derivative.bind(
+        *[batching.bdim_at_front(*pair, size) for pair in pairs]
+    ), 0
 
 
-_replaced = Primitive("value_with_derivative_of")
-_replaced.def_impl(lambda value, x: value)
-_replaced.def_abstract_eval(lambda value, x: x)
-ad.primitive_jvps[_replaced] = lambda primals, tangents: (
-    _replaced.bind(*primals),
+_with_derivative = Primitive("value_with_derivative_of")
+_with_derivative.def_impl(lambda value, x: value)
+_with_derivative.def_abstract_eval(lambda value, x: x)
+ad.primitive_jvps[_with_derivative] = lambda primals, tangents: (
+    _with_derivative.bind(*primals),
     tangents[1],
 )
-batching.primitive_batchers[_replaced] = _batched_replaced
-mlir.register_lowering(_replaced, lambda _, value, x: [value])
+batching.primitive_batchers[_with_derivative] = _with_derivative_batched
+mlir.register_lowering(_with_derivative, lambda _, value, x: [value])

@@ -2,6 +2,7 @@
 FLOPs it takes.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpx._autocast import fp8, rounding
 from mpx._autocast import wide_gradients as wide
+from mpx._autocast.plan import Settings, Step
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.tags import UNKNOWN, Tag
-from mpx._jaxprs import is_f32, is_half
+from mpx._jaxprs import dtype_of, is_f32, is_half
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 _VECTOR = "an operand is a vector, or one for each channel"
@@ -66,6 +68,12 @@ def _products_of_convolution(eqn: JaxprEqn) -> int:
     """Count products of pixels and taps, except with padding and with the zeros between
     dilated pixels.
     """
+    # Along an axis, place `o` of the result and tap `t` of the kernel meet the input at
+    #
+    #     at = o * stride + t * rhs_dilation - padding
+    #
+    # which is a pixel if it is a multiple of the input's dilation, not before the first
+    # pixel and not behind the last one. Axes are independent, so their counts multiply.
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     lhs, rhs, out = (_aval(v).shape for v in (*eqn.invars, *eqn.outvars))
     pairs = 1
@@ -94,14 +102,13 @@ def why_kept(
     """Return why a contraction, of operands with these tags, cannot be narrowed, or
     None.
     """
-    operands = [_aval(v).dtype for v in eqn.invars[:2]]
-    if np.float32 not in operands or not all(
-        is_f32(v) or is_half(v) for v in eqn.invars[:2]
+    operands = eqn.invars[:2]
+    if not any(map(is_f32, operands)) or not all(
+        is_f32(v) or is_half(v) for v in operands
     ):
-        return (
-            f"operands are {' and '.join(sorted({str(dtype) for dtype in operands}))}"
-        )
-    result = _aval(eqn.outvars[0]).dtype
+        dtypes = sorted({str(dtype_of(v)) for v in operands})
+        return f"operands are {' and '.join(dtypes)}"
+    result = dtype_of(eqn.outvars[0])
     if result not in (np.float32, precision.dtype):  # the result would be rounded twice
         return f"its result is to be {result}"
     asked = asked_precision(eqn)
@@ -119,7 +126,7 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
     People use such contractions to add up, to count and to look up, and they take no
     longer in float32. Two kinds of layer would, since XLA would write their float32
     operands: a convolution with a learned kernel, and one row or vector times a weight
-    that is stored in 16 bits, or a cache.
+    that is stored in 16 bits, or a cache. These gain.
     """
     size = contracted_size(eqn)
     if eqn.primitive.name == "conv_general_dilated":
@@ -128,6 +135,8 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
             eqn.params["dimension_numbers"].rhs_spec,
         )
         groups = eqn.params["feature_group_count"]
+        # A layer: a learned kernel for each group, or one on what the program computes.
+        # What is left is a filter of given data, such as a blur.
         if rhs.is_argument and (groups > 1 or not lhs.is_argument):
             return None
         is_vector = kernel[inputs] == 1 and kernel[outputs] == groups
@@ -136,8 +145,10 @@ def why_no_gain(eqn: JaxprEqn, lhs: Tag = UNKNOWN, rhs: Tag = UNKNOWN) -> str | 
         _, (batch, _) = _dot_numbers(eqn)
 
         def is_narrow(tag):
-            # A head's part of a cache.
-            return tag.is_narrow_weight or (tag.is_widened and len(batch) > 0)
+            # A weight, or a head's part of a cache.
+            return tag.representable_in is not None and (
+                tag.is_argument or (tag.is_cast and len(batch) > 0)
+            )
 
         is_vector = (is_row and (is_column or not is_narrow(rhs))) or (
             is_column and not is_narrow(lhs)
@@ -168,13 +179,9 @@ def _are_vectors(eqn: JaxprEqn) -> tuple[bool, bool]:
     """Return for both operands of a product whether it has no axis of its own, of more
     than one element.
     """
-    used = [
-        {*contracted, *batch}
-        for contracted, batch in zip(*_dot_numbers(eqn), strict=True)
-    ]
     lhs, rhs = (
-        all(n == 1 or axis in axes for axis, n in enumerate(_aval(v).shape))
-        for v, axes in zip(eqn.invars[:2], used, strict=True)
+        all(n == 1 or i in (*summed, *batch) for i, n in enumerate(_aval(v).shape))
+        for v, summed, batch in zip(eqn.invars[:2], *_dot_numbers(eqn), strict=True)
     )
     return lhs, rhs
 
@@ -189,51 +196,42 @@ def asked_precision(eqn: JaxprEqn) -> Any:
 
 
 def run_narrowed(
-    eqn: JaxprEqn,
-    operands: list[Any],
-    precision: ContractionPrecision,
-    wide_gradients: Sequence[bool],
-    in_memory: Sequence[np.dtype],
+    step: Step, settings: Settings, eqn: JaxprEqn, operands: list[Any]
 ) -> jax.Array:
-    """Run a contraction of float32 operands in the compute dtype.
+    """Run a contraction of float32 operands in the precision of a step: its own
+    equation, or what a `jax.vmap` around has made of it.
 
-    `wide_gradients` says which of the two operands get a float32 gradient. It is still
-    computed from operands in the compute dtype. `in_memory` is for products of 8-bit
-    floats.
+    A gradient that is to be float32 is still computed from operands in the compute
+    dtype.
     """
-    if precision.fp8 is not None:
-        return fp8.run_in_8_bits(
-            eqn, operands, precision.fp8, wide_gradients, in_memory
-        )
+    precision = step.precision
     if precision.algorithm is not None:
-        return eqn.primitive.bind(
-            *operands, **(eqn.params | {"precision": precision.algorithm})
-        )
+        params = eqn.params | {"precision": precision.algorithm}
+        return eqn.primitive.bind(*operands, **params)
+    tags = step.in_tags[:2]
+    wants_wide = [
+        settings.has_wide_gradients and tag.is_argument and is_f32(v)
+        for v, tag in zip(step.eqn.invars[:2], tags, strict=True)
+    ]
+    if precision.fp8 is not None:
+        # What the program computes is written in the compute dtype.
+        in_memory = [
+            tag.representable_in
+            or (np.dtype(np.float32) if tag.is_argument else precision.dtype)
+            for tag in tags
+        ]
+        return fp8.run_in_8_bits(eqn, operands, precision.fp8, wants_wide, in_memory)
     operands = [*(rounding.kept(x, precision) for x in operands[:2]), *operands[2:]]
-    if any(wide_gradients):
-        return wide.contract(eqn, operands, precision.dtype, wide_gradients)
-    # Each use rounds its own copy. A shared copy would add up the cotangents of its
-    # uses in 16 bits.
-    lhs, rhs, *rest = operands
-    narrow = (
-        lax.convert_element_type(lhs, precision.dtype),
-        lax.convert_element_type(rhs, precision.dtype),
-    )
-    return eqn.primitive.bind(
-        *narrow, *rest, **(eqn.params | {"preferred_element_type": precision.dtype})
-    )
+    return wide.contract(eqn, operands, precision.dtype, wants_wide)
 
 
-def transferred(
-    eqn: JaxprEqn, x: jax.Array, dtype: np.dtype, wide_gradient: bool
-) -> jax.Array:
+def transferred(step: Step, settings: Settings, x: jax.Array) -> jax.Array:
     """Send a float32 value to other devices in 16 bits, and its cotangent back in
     float32 or in 16 bits too.
     """
-
-    def transfer(x):
-        return eqn.primitive.bind(x, **eqn.params)
-
+    # Devices add up the cotangents of what they all hold. So that of a weight goes back
+    # in float32, as tangents go forth. That of a product is rounded by the product.
+    transfer = functools.partial(step.eqn.primitive.bind, **step.eqn.params)
     mesh, now = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
     if not mesh.empty and not now.empty and mesh != now:
         # Into `jax.sharding.auto_axes`: outside its axes are explicit, and nothing can
@@ -241,8 +239,8 @@ def transferred(
         return transfer(x)
 
     def in_16_bits(x):
-        narrow = lax.convert_element_type(x, dtype)
-        sharding = eqn.params.get("sharding")
+        narrow = lax.convert_element_type(x, step.precision.dtype)
+        sharding = step.eqn.params.get("sharding")
         # Of a constraint, which XLA would move in front of the cast.
         if isinstance(sharding, NamedSharding):
             free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
@@ -251,7 +249,7 @@ def transferred(
             )
         return lax.convert_element_type(transfer(narrow), x.dtype)
 
-    if not wide_gradient:
+    if step.in_tags[0].is_product or not settings.has_wide_gradients:
         return in_16_bits(x)
     differentiable = jax.custom_jvp(in_16_bits)
     differentiable.defjvp(

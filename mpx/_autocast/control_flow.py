@@ -18,12 +18,11 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast.border import (
-    AS_IT_IS,
     Crossing,
+    at_border,
+    behind_border,
     crossing,
-    packed,
     travels_in,
-    unpacked,
 )
 from mpx._autocast.plan import Demand, Plan, Run, Settings, Step
 from mpx._autocast.tags import Tag, common, shared
@@ -53,12 +52,11 @@ class Handler(NamedTuple):
 
 
 def _plan_call(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    inside = plan(called_jaxpr(eqn), tags)
+    # A checkpoint need not compute what nobody reads. Results of a jit stay: each may
+    # have a sharding.
+    results = eqn.outvars if eqn.primitive.name == "remat2" else None
+    inside = plan(called_jaxpr(eqn), tags, results)
     return (inside,), inside.out_tags
-
-
-def _demands_of_call(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
-    return plans[0].demands
 
 
 def _run_jit(
@@ -67,30 +65,19 @@ def _run_jit(
     """Run in line, so that nothing is compiled separately. A jit that places its arrays
     stays a jit.
     """
-    params, call = (
-        step.eqn.params,
-        lambda *operands: tuple(run(step.plans[0], operands)),
-    )
-    shardings = [
-        tuple(
-            s if isinstance(s, jax.sharding.Sharding) else None
-            for s in params.get(key, ())
+    params = step.eqn.params
+    placed: dict[str, Any] = {
+        key: tuple(
+            sharding if isinstance(sharding, jax.sharding.Sharding) else None
+            for sharding in params.get(key, ())
         )
         for key in ("in_shardings", "out_shardings")
-    ]
-    if any(s is not None for side in shardings for s in side):
-        call = jax.jit(call, in_shardings=shardings[0], out_shardings=shardings[1])
+    }
+    if any(map(any, placed.values())):
+        call = jax.jit(lambda *xs: tuple(run(step.plans[0], xs)), **placed)
         return call(*operands)
     with jax.named_scope(f"jit({params.get('name', step.eqn.primitive.name)})"):
-        return call(*operands)
-
-
-def _plan_checkpoint(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    """Leave out results that nobody reads. Those of a call stay, since they may have
-    shardings.
-    """
-    inside = plan(eqn.params["jaxpr"], tags, eqn.outvars)
-    return (inside,), inside.out_tags
+        return run(step.plans[0], operands)
 
 
 def _run_checkpoint(
@@ -101,26 +88,20 @@ def _run_checkpoint(
     """
     plan = step.plans[0]
     crossings = _into_checkpoint(plan, settings)
-    parts = packed(operands, crossings)
-    leaves, tree = jax.tree.flatten(parts)
-
-    def inside(*leaves):
-        return run(plan, unpacked(tree.unflatten(leaves), crossings))
-
-    program, consts = _retraced(inside, leaves)
-    params, prevented = (
-        step.eqn.params | {"jaxpr": program},
-        step.eqn.params["prevent_cse"],
+    parts = at_border(operands, crossings)
+    program, new = _retraced(
+        lambda *parts: run(plan, behind_border(parts, crossings)), parts
     )
+    params = step.eqn.params | {"jaxpr": program}
     # One for each operand, which may be two arrays now.
-    if isinstance(prevented, tuple):
-        of_parts = [
+    if isinstance(params["prevent_cse"], tuple):
+        of_leaves = [
             is_prevented
-            for is_prevented, x in zip(prevented, parts, strict=True)
+            for is_prevented, x in zip(params["prevent_cse"], parts, strict=True)
             for _ in jax.tree.leaves(x)
         ]
-        params["prevent_cse"] = (*[False] * len(consts), *of_parts)
-    return step.eqn.primitive.bind(*consts, *leaves, **params)
+        params["prevent_cse"] = (*[False] * len(new), *of_leaves)
+    return step.eqn.primitive.bind(*new, *jax.tree.leaves(parts), **params)
 
 
 def _into_checkpoint(plan: Plan, settings: Settings) -> list[Crossing]:
@@ -146,15 +127,14 @@ def _run_shard_map(
     summed over devices.
     """
     params = step.eqn.params
-    axes = params.get("newly_manual_axes", params.get("manual_axes"))
-    options = {} if axes is None else {"axis_names": axes}
+    axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
     return jax.shard_map(
         lambda *operands: tuple(run(step.plans[0], operands)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
-        **options,
+        axis_names=params[axes],
     )(*operands)
 
 
@@ -164,10 +144,8 @@ def _run_shard_map(
 def _plan_cond(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
     plans = tuple(plan(branch, tags[1:]) for branch in eqn.params["branches"])
     # Nobody knows which branch runs: of a result holds what holds in all of them.
-    return plans, tuple(
-        common(*column)
-        for column in zip(*[inside.out_tags for inside in plans], strict=True)
-    )
+    columns = zip(*[inside.out_tags for inside in plans], strict=True)
+    return plans, tuple(map(common, columns))
 
 
 def _demands_of_cond(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
@@ -186,17 +164,16 @@ def _run_cond(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> Sequence[Any]:
     index, *operands = operands
-    demands = _demands_of_cond(step.eqn, step.plans)[1:]
-    pairs = zip(step.in_tags[1:], demands, strict=True)
-    crossings = [
+    demands = _demands_of_cond(step.eqn, step.plans)
+    _, *crossings = (
         Crossing(travels_in(tag, demand.cotangent_in, settings))
-        for tag, demand in pairs
-    ]
+        for tag, demand in zip(step.in_tags, demands, strict=True)
+    )
     branches = [
-        lambda *parts, plan=plan: tuple(run(plan, unpacked(parts, crossings)))
+        lambda *parts, plan=plan: tuple(run(plan, behind_border(parts, crossings)))
         for plan in step.plans
     ]
-    operands = packed(operands, crossings)
+    operands = at_border(operands, crossings)
     platforms = step.eqn.params.get("branches_platforms")
     if platforms is not None:
         by_name = {
@@ -214,57 +191,35 @@ def _run_cond(
 
 
 def _plan_scan(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    consts, carry, xs = _scan_parts(eqn, tags)
-    results = [
-        *open_jaxpr(eqn.params["jaxpr"]).outvars[: len(carry)],
-        *eqn.outvars[len(carry) :],
-    ]
+    consts, carry, xs = _parts(eqn, tags)
+    # The next iteration reads what is carried.
+    results = [*[None] * len(carry), *eqn.outvars[len(carry) :]]
     inside, carry = _loop_plan(eqn.params["jaxpr"], consts, carry, xs, plan, results)
     return (inside,), (*carry, *inside.out_tags[len(carry) :])
 
 
 def _demands_of_scan(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
-    consts, carry, xs = _scan_parts(eqn, plans[0].demands)
-    return [
-        *[demand._replace(cotangent_in=None) for demand in consts],
-        *[Demand()] * len(carry),
-        *xs,
-    ]
+    consts, carry, xs = _parts(eqn, plans[0].demands)
+    consts = [demand._replace(cotangent_in=None) for demand in consts]
+    return [*consts, *[Demand()] * len(carry), *xs]
 
 
 def _run_scan(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> Sequence[Any]:
     params, plan = step.eqn.params, step.plans[0]
-    consts, carry, xs = _scan_parts(step.eqn, operands)
-    # Slices alone travel in 16 bits: JAX adds up the cotangents of what the body closes
-    # over or carries, in its dtype.
-    columns = zip(
-        plan.in_tags,
-        step.in_tags,
-        plan.demands,
-        open_jaxpr(plan.jaxpr).invars,
-        strict=True,
-    )
-    slices = _scan_parts(step.eqn, list(columns))[2]
-    into = [
-        crossing(tag, demand, settings, outside.gradient_in)
-        for tag, outside, demand, _ in slices
-    ]
-    handed_on = _handed_on(plan, settings)
-    into_checkpoints = [handed_on.get(v, AS_IT_IS) for *_, v in slices]
-    inside = [
-        AS_IT_IS if on.dtype == how.dtype else how
-        for on, how in zip(into_checkpoints, into, strict=True)
-    ]
+    consts, carry, xs = _parts(step.eqn, operands)
+    into = _into_scan(step, settings)
     out_of = [
         Crossing(travels_in(tag, None, settings)) for tag in plan.out_tags[len(carry) :]
     ]
 
     def body(carry, xs):
-        results = run(plan, [*consts, *carry, *unpacked(xs, inside)])
-        return results[: len(carry)], packed(results[len(carry) :], out_of)
+        results = run(plan, [*consts, *carry, *behind_border(xs, into)])
+        return results[: len(carry)], at_border(results[len(carry) :], out_of)
 
+    # JAX would stack what derivatives need in float32, for all iterations. So a body
+    # whose author did not choose keeps what a policy here says.
     # `prevent_cse=False`, as JAX advises inside of a scan: there is nothing that XLA
     # could merge with the first pass.
     if _leaves_open_what_is_kept(plan.jaxpr):
@@ -275,29 +230,44 @@ def _run_scan(
         if key in params
     }
     carry, ys = lax.scan(
-        body, carry, packed(xs, into), length=params["length"], **options
+        body, carry, at_border(xs, into), length=params["length"], **options
     )
-    return [*carry, *unpacked(ys, out_of)]
+    return [*carry, *behind_border(ys, out_of)]
 
 
-def _handed_on(plan: Plan, settings: Settings) -> dict[Any, Crossing]:
-    """Return the values whose only use is a checkpoint, and how they cross its border.
+def _into_scan(step: Step, settings: Settings) -> list[Crossing]:
+    """Return how each operand that a scan slices enters its body.
 
-    The body of a scan hands a slice in 16 bits to the checkpoint unchanged. If it were
-    widened and narrowed again, JAX would see a new value, and the checkpoint would keep
-    it beside the array that the slice comes from.
+    These alone travel in 16 bits: JAX adds up the cotangents of what the body closes
+    over or carries, in its dtype, over all iterations.
+
+    A slice whose only use is a checkpoint, which it would enter in the same 16 bits, is
+    handed on unchanged. If the body widened and narrowed it again, JAX would see a new
+    value, and the checkpoint would keep it beside the array that the slice comes from.
     """
-    uses = count_uses(open_jaxpr(plan.jaxpr))
-    found = {}
-    for step in plan.steps:
-        if step.eqn.primitive.name == "remat2" and step.action == "enter":
-            crossings = _into_checkpoint(step.plans[0], settings)
-            found |= {
-                v: into
-                for v, into in zip(step.eqn.invars, crossings, strict=True)
-                if uses.get(v) == 1
-            }
-    return found
+    plan = step.plans[0]
+    program = open_jaxpr(plan.jaxpr)
+    uses, into_checkpoints = count_uses(program), {}
+    for inner in plan.steps:
+        if inner.eqn.primitive.name == "remat2" and inner.action == "enter":
+            crossings = _into_checkpoint(inner.plans[0], settings)
+            into_checkpoints |= dict(zip(inner.eqn.invars, crossings, strict=True))
+
+    operands = zip(
+        program.invars, plan.in_tags, plan.demands, step.in_tags, strict=True
+    )
+    slices = []
+    for v, tag, demand, outside in _parts(step.eqn, list(operands))[2]:
+        # Tags inside have no `gradient_in`, since an iteration gives the gradient of a
+        # slice. Together they are the gradient of the operand.
+        into = crossing(tag, demand, settings, outside.gradient_in)
+        is_handed_on = (
+            uses[v] == 1
+            and v in into_checkpoints
+            and into_checkpoints[v].dtype == into.dtype
+        )
+        slices.append(into._replace(is_handed_on=is_handed_on))
+    return slices
 
 
 def _leaves_open_what_is_kept(jaxpr: Any) -> bool:
@@ -332,28 +302,10 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
     return not facts_of(primitive).cheap
 
 
-def _scan_parts(
-    eqn: JaxprEqn, columns: Sequence[Any]
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split a column with an entry for each operand: closed over by the body, carried,
-    sliced in each iteration.
-    """
-    consts, carry = scan_counts(eqn)
-    return (
-        list(columns[:consts]),
-        list(columns[consts : consts + carry]),
-        list(columns[consts + carry :]),
-    )
-
-
 def _plan_while(eqn: JaxprEqn, tags: Tags, plan: MakePlan) -> tuple[Plans, Tags]:
-    cond_consts, body_consts, carry = _while_parts(eqn, tags)
+    cond_consts, body_consts, carry = _parts(eqn, tags)
     body, carry = _loop_plan(eqn.params["body_jaxpr"], body_consts, carry, [], plan)
     return (plan(eqn.params["cond_jaxpr"], (*cond_consts, *carry)), body), tuple(carry)
-
-
-def _demands_of_while(eqn: JaxprEqn, plans: Plans) -> Sequence[Demand]:
-    return [Demand()] * len(eqn.invars)
 
 
 def _run_while(
@@ -362,32 +314,34 @@ def _run_while(
     """Bind the primitive itself: `lax.while_loop` refuses the batched condition that a
     loop has under `vmap`.
     """
-    cond_consts, body_consts, carry = _while_parts(step.eqn, operands)
-    cond, new_consts = _retraced(
-        lambda *operands: run(step.plans[0], operands), [*cond_consts, *carry]
-    )
-    cond_consts = [*new_consts, *cond_consts]
-    body, new_consts = _retraced(
-        lambda *operands: run(step.plans[1], operands), [*body_consts, *carry]
-    )
-    body_consts = [*new_consts, *body_consts]
-    params = {
-        "cond_nconsts": len(cond_consts),
-        "body_nconsts": len(body_consts),
-        "cond_jaxpr": jex_core.ClosedJaxpr(cond, ()),
-        "body_jaxpr": jex_core.ClosedJaxpr(body, ()),
-    }
-    return step.eqn.primitive.bind(
-        *cond_consts, *body_consts, *carry, **(step.eqn.params | params)
-    )
+    *closed_over, carry = _parts(step.eqn, operands)
+    params, operands = dict(step.eqn.params), []
+    for name, plan, consts in zip(
+        ("cond", "body"), step.plans, closed_over, strict=True
+    ):
+        program, new = _retraced(
+            lambda *xs, plan=plan: run(plan, xs), [*consts, *carry]
+        )
+        params[f"{name}_jaxpr"] = jex_core.ClosedJaxpr(program, ())
+        params[f"{name}_nconsts"] = len(new) + len(consts)
+        operands += [*new, *consts]
+    return step.eqn.primitive.bind(*operands, *carry, **params)
 
 
-def _while_parts(
-    eqn: JaxprEqn, columns: Sequence[Any]
+def _parts(
+    eqn: JaxprEqn, column: Sequence[Any]
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    first = eqn.params["cond_nconsts"]
-    second = first + eqn.params["body_nconsts"]
-    return list(columns[:first]), list(columns[first:second]), list(columns[second:])
+    """Split a column with an entry for each operand of a loop: what the body closes
+    over, what is carried, what is sliced in each iteration; of `while` what the
+    condition closes over, what the body does, what is carried.
+    """
+    first, second = (
+        scan_counts(eqn)
+        if eqn.primitive.name == "scan"
+        else (eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
+    )
+    column = list(column)
+    return column[:first], column[first : first + second], column[first + second :]
 
 
 def _loop_plan(
@@ -411,10 +365,8 @@ def _loop_plan(
     # each time, so this ends.
     while True:
         inside = plan(jaxpr, (*consts, *carry, *xs), results)
-        after = [
-            common(*pair)
-            for pair in zip(carry, inside.out_tags[: len(carry)], strict=True)
-        ]
+        ends = zip(carry, inside.out_tags[: len(carry)], strict=True)
+        after = list(map(common, ends))
         if after == carry:
             return inside, carry
         carry = after
@@ -431,18 +383,17 @@ def _retraced(
     """
     program = jax.make_jaxpr(function)(*operands)
     invars = [*program.jaxpr.constvars, *program.jaxpr.invars]
-    return program.jaxpr.replace(constvars=[], invars=invars), list(program.consts)
+    return program.jaxpr.replace(constvars=[], invars=invars), program.consts
 
 
+_CALL = Handler(_plan_call, lambda _, plans: plans[0].demands, _run_jit)
 HANDLERS: dict[str, Handler] = {
-    **{
-        name: Handler(_plan_call, _demands_of_call, _run_jit)
-        for name, f in PRIMITIVES.items()
-        if f.runs == "call"
-    },
-    "remat2": Handler(_plan_checkpoint, _demands_of_call, _run_checkpoint),
+    **{name: _CALL for name, facts in PRIMITIVES.items() if facts.runs == "call"},
+    "remat2": _CALL._replace(run=_run_checkpoint),
     "shard_map": Handler(_plan_shard_map, _demands_of_shard_map, _run_shard_map),
     "cond": Handler(_plan_cond, _demands_of_cond, _run_cond),
     "scan": Handler(_plan_scan, _demands_of_scan, _run_scan),
-    "while": Handler(_plan_while, _demands_of_while, _run_while),
+    "while": Handler(
+        _plan_while, lambda eqn, _: [Demand()] * len(eqn.invars), _run_while
+    ),
 }

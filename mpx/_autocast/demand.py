@@ -9,10 +9,10 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import Demand, Step
+from mpx._autocast.plan import UNUSED, Demand, Step
 from mpx._autocast.rules import DEFAULT_RULES
-from mpx._autocast.tags import is_smaller
-from mpx._jaxprs import called_jaxpr, dtype_of, is_f32, is_half, is_literal, open_jaxpr
+from mpx._autocast.tags import is_cast_to_16_bits, is_smaller
+from mpx._jaxprs import called_jaxpr, dtype_of, is_f32, is_literal, open_jaxpr
 from mpx._primitives import facts_of, is_call
 
 _UNKNOWN = Demand()
@@ -33,12 +33,9 @@ def with_demands(
         results = [found.get(v, _UNKNOWN) for v in step.eqn.outvars]
         if step.action == "round_cotangent" and not _are_activated(step.eqn, results):
             step = step._replace(action="keep")
-        if step.action == "narrow" and step.runs_in.is_narrow:
-            step = step._replace(
-                is_read_wide=any(
-                    demand.used_in != step.runs_in.dtype for demand in results
-                )
-            )
+        if step.action == "narrow":
+            is_read_wide = any(d.used_in != step.precision.dtype for d in results)
+            step = step._replace(is_read_wide=is_read_wide)
         decided.append(step)
         for v, demand in zip(step.eqn.invars, _of_operands(step, results), strict=True):
             if not is_literal(v):
@@ -68,15 +65,13 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
             d._replace(is_activated=are_activated or d.is_activated or not is_call(eqn))
             for d in inside
         ]
-    if is_call(eqn):  # it runs as traced
+    # It runs as traced, so of dtypes nothing is known. But an activation inside counts.
+    if is_call(eqn):
         program = open_jaxpr(called_jaxpr(eqn))
-        _, inside = with_demands(
-            program, [Step(inner, "keep", None, (), ()) for inner in program.eqns]
-        )
-        activated = (v in inside and inside[v].is_activated for v in program.invars)
+        _, inside = with_demands(program, list(map(Step, program.eqns)))
         return [
-            Demand(is_activated=is_activated or are_activated)
-            for is_activated in activated
+            Demand(is_activated=are_activated or inside.get(v, UNUSED).is_activated)
+            for v in program.invars
         ]
     # An activation or a loss is anything but a sum, a contraction, or what moves
     # values.
@@ -86,20 +81,20 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
     moves = DEFAULT_RULES.get(eqn.primitive.name) == "follow"
     demand = Demand(is_activated=are_activated if moves else not is_sum)
     if step.action == "narrow":
-        narrowed_to = step.runs_in.dtype if step.runs_in.is_narrow else None
+        narrowed_to = step.precision.dtype if step.precision.is_narrow else None
         demand = demand._replace(used_in=narrowed_to, cotangent_in=narrowed_to)
-
         # An elementwise operation in 16 bits rounds the cotangents of a bias before
         # they are added up, not after.
-        def is_bias(v):
-            return not facts.contraction and is_smaller(v, eqn.outvars[0])
-
         return [
-            demand._replace(cotangent_in=None) if is_bias(v) else demand
+            demand._replace(cotangent_in=None)
+            if not facts.contraction and is_smaller(v, eqn.outvars[0])
+            else demand
             for v in eqn.invars
         ]
-    if _is_cast(eqn):
+    if is_cast_to_16_bits(eqn):
         return [demand._replace(used_in=dtype_of(eqn.outvars[0]))]
+    # What only moves elements demands of its operand what is demanded of its result. Of
+    # a cotangent only if no element is copied: copies are added up on the way back.
     if len(results) == 1:
         used_in = (
             results[0].used_in if facts.moves in ("same", "moved", "received") else None
@@ -109,17 +104,6 @@ def _of_operands(step: Step, results: list[Demand]) -> list[Demand]:
         )
         demand = demand._replace(used_in=used_in, cotangent_in=cotangent_in)
     return [demand] * len(eqn.invars)
-
-
-def _is_cast(eqn: JaxprEqn) -> bool:
-    """Return whether an equation rounds a float32 value to 16 bits, as the program
-    asks.
-    """
-    return (
-        eqn.primitive.name == "convert_element_type"
-        and is_f32(eqn.invars[0])
-        and is_half(eqn.outvars[0])
-    )
 
 
 def _are_activated(eqn: JaxprEqn, results: list[Demand]) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex_core
@@ -32,12 +31,16 @@ class View:
 
     narrow: Any  # the parameter as the user has it, in 16 bits or in float32
     wide: Any
-    gradient_in: np.dtype | None = (
-        None  # the 16-bit dtype that its gradient is rounded to, if it may be early
-    )
+    # the 16-bit dtype that its gradient is rounded to, if it may be early
+    gradient_in: np.dtype | None = None
     # One entry for each autocast function that took it: the 16-bit dtype that this
     # function rounds its gradient to.
     rounded_to: list[np.dtype | None] = dataclasses.field(default_factory=list)
+
+    @property
+    def stored_in(self) -> np.dtype | None:
+        """The 16-bit dtype that has its values, or None."""
+        return None if self.narrow is self.wide else self.narrow.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +63,8 @@ class Differentiation:
         """
         if not (self.functions and self.parameters):
             return
-        pairs = sorted(
-            (name, function)
-            for name, function in _sources(trace())
-            if name in self.parameters
-        )
+        found = _hidden_parameters(trace())
+        pairs = sorted(pair for pair in found if pair[0] in self.parameters)
         if not pairs:
             return
         names = list(dict.fromkeys(name for name, _ in pairs))
@@ -103,23 +103,20 @@ def views_of(leaves: Sequence[Any], name: str) -> tuple[list[View | None], list[
     arguments that it runs on.
     """
     views = current.views if (current := _CURRENT.get()) else {}
-    is_mixed = any(view.narrow is not view.wide for view in views.values())
-
+    is_mixed = any(view.stored_in for view in views.values())
     # Tracers of 16 bits are watched without a gradient too: a `jax.jit` traced now may
     # be differentiated later.
-    def is_watched(x):
-        return isinstance(x, Tracer) and (
-            _trees.is_floating if is_mixed else _trees.is_narrower
-        )(x)
+    is_watched = _trees.is_floating if is_mixed else _trees.is_narrower
+
+    def given(x: Any, view: View | None) -> Any:
+        if view is not None:
+            return view.wide
+        if not (isinstance(x, Tracer) and is_watched(x)):
+            return x
+        return _watched.bind(x, function=name, parameter="")
 
     found = [views.get(id(leaf)) for leaf in leaves]
-
-    def watched(x):
-        return _watched.bind(x, function=name) if is_watched(x) else x
-
-    return found, [
-        view.wide if view else watched(x) for x, view in zip(leaves, found, strict=True)
-    ]
+    return found, list(map(given, leaves, found))
 
 
 def parameter(wide: Any, dtype: np.dtype | None, name: str) -> Any:
@@ -127,16 +124,16 @@ def parameter(wide: Any, dtype: np.dtype | None, name: str) -> Any:
     view, is noted.
     """
     is_wide = dtype is not None and wide.dtype != dtype
-    return _watched.bind(wide.astype(dtype), parameter=name) if is_wide else wide
+    if not is_wide:
+        return wide
+    return _watched.bind(wide.astype(dtype), function="", parameter=name)
 
 
-def _note(
-    cotangent: Any, _: Any, function: str = "", parameter: str | None = None
-) -> list[Any]:
-    if (current := _CURRENT.get()) and parameter is not None:
-        current.parameters[parameter] = cotangent.dtype
-    elif current:
+def _note(cotangent: Any, _: Any, function: str, parameter: str) -> list[Any]:
+    if (current := _CURRENT.get()) and function:
         current.functions.add(function)
+    elif current:
+        current.parameters[parameter] = cotangent.dtype
     return [cotangent]
 
 
@@ -151,7 +148,7 @@ batching.primitive_batchers[_watched] = lambda x, at, **params: (
 mlir.register_lowering(_watched, lambda _, x, **__: [x])
 
 
-def _sources(program: Any) -> set[tuple[str, str]]:
+def _hidden_parameters(program: Any) -> set[tuple[str, str]]:
     """Return which parameters go into which autocast functions at arguments without a
     view, as pairs of names.
     """
@@ -159,36 +156,25 @@ def _sources(program: Any) -> set[tuple[str, str]]:
 
     def rule(eqn: JaxprEqn, operands: list[frozenset[str]]) -> Sequence[frozenset[str]]:
         names = frozenset[str]().union(*operands)
-        if eqn.primitive is _watched:
-            found.update(
-                (name, eqn.params["function"])
-                for name in names
-                if "function" in eqn.params
-            )
-            return [
-                (
-                    names | {eqn.params["parameter"]}
-                    if "parameter" in eqn.params
-                    else names
-                )
-            ]
+        if eqn.primitive is _watched and eqn.params["function"]:
+            found.update((name, eqn.params["function"]) for name in names)
+        elif eqn.primitive is _watched:
+            names |= {eqn.params["parameter"]}
+        # Calls and branches are followed value by value. Of all else, such as a loop,
+        # each operand may go into each value inside.
         if is_call(eqn) or eqn.primitive.name == "cond":
             inside = propagate_inside(eqn, operands, rule, lambda _: frozenset())
             return [frozenset().union(*of_branches) for of_branches in inside]
-        for inner in map(open_jaxpr, jex_core.jaxprs_in_params(eqn.params)):
-            names = names.union(
-                *propagate(
-                    inner, [names] * len(inner.invars), rule, lambda _: frozenset()
-                )
-            )
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            names = names.union(*results_of(inner, names))
         return [names] * len(eqn.outvars)
 
-    propagate(
-        program,
-        [frozenset()] * len(open_jaxpr(program).invars),
-        rule,
-        lambda _: frozenset(),
-    )
+    def results_of(program: Any, names: frozenset[str]) -> list[frozenset[str]]:
+        """Return the names that go into each result, if they go into each input."""
+        inputs = [names] * len(open_jaxpr(program).invars)
+        return propagate(program, inputs, rule, lambda _: frozenset())
+
+    results_of(program, frozenset())
     return found
 
 
@@ -197,9 +183,8 @@ def view_of(leaf: Any) -> Any:
     leaf itself.
     """
     current = _CURRENT.get()
-    return (
-        current.views[id(leaf)].wide if current and id(leaf) in current.views else leaf
-    )
+    view = current.views.get(id(leaf)) if current else None
+    return view.wide if view else leaf
 
 
 def needing_a_scale(values: list[Any], name: str) -> list[Any]:
@@ -227,9 +212,7 @@ def needing_a_scale(values: list[Any], name: str) -> list[Any]:
 
     identity = jax.custom_jvp(lambda values: values)
     identity.defjvp(with_warning)
-    numbers, put = _trees.partition_leaves(
-        values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    )
+    numbers, put = _trees.partition_leaves(values, _trees.is_inexact)
     return put(identity(numbers))
 
 
@@ -248,9 +231,5 @@ def with_cotangents_times(arrays: list[Any], factor: ArrayLike) -> list[Any]:
         lambda arrays: (arrays, None),
         lambda _, cotangents: (jax.tree.map(multiplied, cotangents),),
     )
-
-    def is_number(x):
-        return jnp.issubdtype(x.dtype, jnp.inexact) and not isinstance(x, jax.Ref)
-
-    numbers, put = _trees.partition_leaves(arrays, is_number)
+    numbers, put = _trees.partition_leaves(arrays, _trees.is_inexact)
     return put(identity(numbers))

@@ -4,13 +4,12 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
@@ -20,7 +19,7 @@ from mpx._autocast import contraction
 from mpx._autocast.plan import PlacedStep, Settings, Step, walk
 from mpx._autocast.precision import FP8
 from mpx._autocast.rules import DEFAULT_RULES
-from mpx._autocast.transform import autocast_of, make_autocast
+from mpx._autocast.transform import autocast, autocast_of
 from mpx._fp8 import Fp8
 from mpx._jaxprs import dtype_of
 from mpx._policy import Policy
@@ -89,11 +88,8 @@ class Explanation(_tables.Result):
 
     def _share(self, counts: Callable[[Row], bool]) -> float:
         total = sum(row.flops for row in self.contractions)
-        return (
-            sum(row.flops for row in self.contractions if counts(row)) / total
-            if total
-            else math.nan
-        )
+        counted = sum(row.flops for row in self.contractions if counts(row))
+        return counted / total if total else math.nan
 
     def _parts(self) -> Iterator[_tables.Table]:
         share = "of no FLOPs" if self.contractions else "none"
@@ -109,19 +105,9 @@ class Explanation(_tables.Result):
                 f" {self.wide_gradients}"
             )
         lines = [("where", "operation", "operands", "runs in", "why", "count", "FLOPs")]
-        for r in self.contractions:
-            why = r.reason or "narrowed"
-            lines.append(
-                (
-                    r.where,
-                    r.operations,
-                    r.shapes,
-                    r.runs_in,
-                    why,
-                    f"{r.count:,}",
-                    f"{r.flops:,}",
-                )
-            )
+        for row in map(dataclasses.astuple, self.contractions):
+            *words, reason, count, flops = row
+            lines.append((*words, reason or "narrowed", f"{count:,}", f"{flops:,}"))
         if not any(row.reason for row in self.contractions):
             # The title says that all are narrowed.
             lines = [(*line[:4], *line[5:]) for line in lines]
@@ -162,29 +148,23 @@ def explain(
         1.0
     """
     record = autocast_of(fun)
-    if record is not None and policy_or_dtype is not None:
-        raise ValueError(
-            "`explain` takes no policy for a function that `autocast` returned: it has"
-            " its own."
-        )
-    if record is None:
-        if policy_or_dtype is None:
+    if policy_or_dtype is not None:
+        if record is not None:
             raise ValueError(
-                "`explain` needs a policy or a dtype for a function that `autocast` did"
-                " not return, such as `mpx.explain(fun, 'bf16')`, or `--policy bf16` on"
-                " the command line."
+                "`explain` takes no policy for a function that `autocast` returned: it"
+                " has its own."
             )
-        record = make_autocast(
-            fun, policy_or_dtype, DEFAULT_RULES, checkpoint=None, reduce_dtype=None
+        record = autocast_of(autocast(fun, policy_or_dtype))
+    if record is None:
+        raise ValueError(
+            "`explain` needs a policy or a dtype for a function that `autocast` did not"
+            " return, such as `mpx.explain(fun, 'bf16')`, or `--policy bf16` on the"
+            " command line."
         )
+    trace, settings = record.trace, record.settings
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        found = _summed(
-            walk(record.trace(args, kwargs).plan.steps), record.settings.precision.name
-        )
-        return dataclasses.replace(
-            found, wide_gradients=_why_wide_gradients(record.settings)
-        )
+        return _summed(walk(trace(args, kwargs).plan.steps), settings)
 
     return explained
 
@@ -200,31 +180,29 @@ def _why_wide_gradients(settings: Settings) -> str:
     )
 
 
-def _summed(steps: Iterable[PlacedStep], asked_for: str) -> Explanation:
+def _summed(steps: Iterable[PlacedStep], settings: Settings) -> Explanation:
     """Add up the steps of each line that run in the same precision."""
-    contractions: dict[tuple[str, str, str, str, str], list[int]] = defaultdict(
-        lambda: [0, 0]
-    )
-    others = 0
+    counts: Counter[tuple[str, str, str, str, str]] = Counter()
+    flops, others = counts.copy(), 0
     for step, times, outer in steps:
         eqn = step.eqn
         if facts_of(eqn).contraction:
-            shapes = " ".join(map(_shape, eqn.invars[:2]))
-            found = contractions[
-                line_of(eqn, outer),
+            row = (
+                _source_line(eqn, outer),
                 eqn.primitive.name,
-                shapes,
+                " ".join(map(_operand, eqn.invars[:2])),
                 _runs_in(step),
                 step.reason or "",
-            ]
-            found[0] += times
-            found[1] += times * contraction.flops(eqn)
+            )
+            counts[row] += times
+            flops[row] += times * contraction.flops(eqn)
         elif _is_arithmetic(eqn):
             others += times
     return Explanation(
-        tuple(Row(*key, *numbers) for key, numbers in contractions.items()),
+        tuple(Row(*row, count, flops[row]) for row, count in counts.items()),
         others,
-        asked_for,
+        settings.precision.name,
+        _why_wide_gradients(settings),
     )
 
 
@@ -238,38 +216,36 @@ def _is_arithmetic(eqn: JaxprEqn) -> bool:
 
 
 def _runs_in(step: Step) -> str:
-    if step.precision is not None and step.action != "map":
+    if not step.precision.is_plain and step.action != "map":
         return step.precision.name
     dtypes = {
         dtype_of(v) for v in step.eqn.invars if jnp.issubdtype(dtype_of(v), jnp.inexact)
     }
-    return (
-        " ".join(sorted(_SHORT.get(str(dtype), str(dtype)) for dtype in dtypes)) or "-"
-    )
+    return " ".join(sorted(map(_short_name, dtypes))) or "-"
 
 
-def _shape(v: Any) -> str:
-    dtype = str(np.dtype(v.aval.dtype)) if hasattr(v.aval, "dtype") else "?"
-    return f"{_SHORT.get(dtype, dtype)}[{','.join(map(str, v.aval.shape))}]"
+def _operand(v: Any) -> str:
+    return f"{_short_name(v.aval.dtype)}[{','.join(map(str, v.aval.shape))}]"
 
 
-def line_of(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:
+def _short_name(dtype: Any) -> str:
+    return _SHORT.get(str(dtype), str(dtype))
+
+
+def _source_line(eqn: JaxprEqn, outer: tuple[JaxprEqn, ...]) -> str:
     """Return the line of the user's code for an operation, or for the nearest operation
     around it that has one.
     """
-    return next(
-        filter(None, map(_users_line, (eqn, *outer))), None
-    ) or source_info_util.summarize(eqn.source_info)
+    found = filter(None, map(_users_line, (eqn, *outer)))
+    return next(found, None) or source_info_util.summarize(eqn.source_info)
 
 
 def _users_line(eqn: JaxprEqn) -> str | None:
     """Return the innermost line that is not in an installed package, if any."""
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    for frame in frames:
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
         path = pathlib.Path(frame.file_name)
-        if not {"site-packages", "dist-packages"} & set(
-            path.parts
-        ) and not path.is_relative_to(_OWN_FOLDER):
+        is_installed = {"site-packages", "dist-packages"} & {*path.parts}
+        if not (is_installed or path.is_relative_to(_OWN_FOLDER)):
             name = frame.function_name.rsplit(".<locals>.")[-1]
             return f"{_short_path(path)}:{frame.line_num} ({name})"
     return None
@@ -279,5 +255,5 @@ _OWN_FOLDER = pathlib.Path(__file__).parents[1]
 
 
 def _short_path(path: pathlib.Path) -> str:
-    short = os.path.relpath(path) if path.is_absolute() else str(path)
+    short = os.path.relpath(path)
     return str(path) if short.startswith("..") else short

@@ -51,15 +51,6 @@ def why_not(eqn: JaxprEqn, fp8: Fp8) -> str | None:
     return None
 
 
-class Operand(NamedTuple):
-    """An operand in memory."""
-
-    numbers: jax.Array
-    # Same absolute maximum as `numbers`, read where they are computed, so that XLA can
-    # fuse the reduction.
-    measured: jax.Array
-
-
 class Codes(NamedTuple):
     """An operand in 8 bits, worth `codes * inverse_scale`."""
 
@@ -80,14 +71,14 @@ def run_in_8_bits(
     each operand has in memory, or is written in.
     """
     (lhs_contracting, rhs_contracting), _ = eqn.params["dimension_numbers"]
-    lhs_outer, rhs_outer = (
-        _others(x.ndim, axes)
-        for x, axes in zip(operands, (lhs_contracting, rhs_contracting), strict=True)
-    )
+    lhs, rhs = operands
+    lhs_outer = [axis for axis in range(lhs.ndim) if axis not in lhs_contracting]
+    rhs_outer = [axis for axis in range(rhs.ndim) if axis not in rhs_contracting]
     from_lhs = range(len(lhs_outer))  # axes of the result
     from_rhs = range(len(lhs_outer), len(lhs_outer) + len(rhs_outer))
     forward, backward = FORMATS[fp8.forward], FORMATS[fp8.backward]
-    on_mesh = explicit_sharding(operands[0]) or explicit_sharding(operands[1])
+    dtypes = [x.dtype for x in operands]
+    on_mesh = explicit_sharding(lhs) or explicit_sharding(rhs)
     result: Any = eqn.outvars[0].aval
     specs = [
         entries_of(x.sharding.spec, x.ndim)
@@ -95,9 +86,11 @@ def run_in_8_bits(
     ]
 
     def product(
-        a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any = RESULTS
+        a: Codes, b: Codes, contracted: Any, spec: Sequence[Any], dtype: Any
     ) -> jax.Array:
-        multiply = functools.partial(_product, contracted=contracted, dtype=dtype)
+        multiply = functools.partial(
+            _product_of_codes, contracted=contracted, dtype=dtype
+        )
         # Sums over devices have no type yet: XLA places what is inside.
         if on_mesh is not None:
             multiply = in_auto(
@@ -108,85 +101,73 @@ def run_in_8_bits(
         return multiply(a, b)
 
     def coded(x: jax.Array, dtype: np.dtype) -> Codes:
-        return _encoded(_written(x, dtype), forward)
+        narrow = lax.convert_element_type(x, dtype)
+        return _rounded_to_8_bits(_in_memory(narrow), narrow, forward)
 
     def forward_pass(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
-        left, right = (
-            coded(x, dtype) for x, dtype in zip((lhs, rhs), in_memory, strict=True)
-        )
-        typed = [lax.full((0,), 0, x.dtype) for x in (lhs, rhs)]
-        result = product(left, right, (lhs_contracting, rhs_contracting), specs[2])
+        left, right = map(coded, (lhs, rhs), in_memory)
+        contracted = lhs_contracting, rhs_contracting
+        result = product(left, right, contracted, specs[2], RESULTS)
         # A `jax.checkpoint` that saves what it is given rounds floats of 8 bits by
         # `reduce_precision`, which makes NaN of 400: bits are saved.
-        return result, (_bits(left), _bits(right), typed)
+        return result, [_as_bits(x, np.uint8) for x in (left, right)]
 
     def backward_pass(
         residuals: Any, cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         # JAX would differentiate the roundings, with 8-bit cotangents that have no
         # scale.
-        (left, right, typed), cotangent = not_differentiable(
+        (left, right), cotangent = not_differentiable(
             (residuals, cotangent), _NO_SECOND_DERIVATIVE
         )
-        left, right = (_of_bits(x, forward) for x in (left, right))
+        left, right = (_as_bits(x, forward) for x in (left, right))
         # XLA may fuse this maximum into the kernel that adds up columns for a bias's
         # gradient.
         of_columns = lax.optimization_barrier(
-            _largest(cotangent, range(cotangent.ndim - 1))
+            _largest_magnitude(cotangent, range(cotangent.ndim - 1))
         )
-        g = _encoded(
-            Operand(_written(cotangent, RESULTS).numbers, of_columns), backward
-        )
+        narrow = lax.convert_element_type(cotangent, RESULTS)
+        g = _rounded_to_8_bits(_in_memory(narrow), of_columns, backward)
+
+        # d_lhs = g @ rhs.T and d_rhs = lhs.T @ g, of any axes.
+        def gradient(i, a, b, contracted, axes):
+            """Return that of operand `i`, whose axes the product has in this order."""
+            spec = [specs[i][axis] for axis in axes]
+            dtype = np.dtype(np.float32) if wide[i] else RESULTS
+            result = product(a, b, contracted, spec, dtype)
+            return lax.transpose(result, _places(axes)).astype(dtypes[i])
+
         # Contracted axes come out in the order of the other operand.
         lhs_axes = (*lhs_outer, *_in_order_of(rhs_contracting, lhs_contracting))
         rhs_axes = (*_in_order_of(lhs_contracting, rhs_contracting), *rhs_outer)
-        lhs_spec, rhs_spec = (
-            [spec[axis] for axis in axes]
-            for spec, axes in zip(specs, (lhs_axes, rhs_axes), strict=False)
+        return (
+            gradient(0, g, right, (from_rhs, rhs_outer), lhs_axes),
+            gradient(1, left, g, (lhs_outer, from_lhs), rhs_axes),
         )
-        of_lhs = product(
-            g, right, (from_rhs, rhs_outer), lhs_spec, _gradient_dtype(wide[0])
-        )
-        of_rhs = product(
-            left, g, (lhs_outer, from_lhs), rhs_spec, _gradient_dtype(wide[1])
-        )
-        gradients = (
-            lax.transpose(of_lhs, _places(lhs_axes)),
-            lax.transpose(of_rhs, _places(rhs_axes)),
-        )
-        for_lhs, for_rhs = (
-            g.astype(like.dtype) for g, like in zip(gradients, typed, strict=True)
-        )
-        return for_lhs, for_rhs
 
     differentiable = jax.custom_vjp(lambda lhs, rhs: forward_pass(lhs, rhs)[0])
     differentiable.defvjp(forward_pass, backward_pass)
     return differentiable(*operands)
 
 
-def _bits(x: Codes) -> Codes:
-    return Codes(lax.bitcast_convert_type(x.codes, np.uint8), x.inverse_scale)
-
-
-def _of_bits(x: Codes, dtype: Any) -> Codes:
+def _as_bits(x: Codes, dtype: Any) -> Codes:
     return Codes(lax.bitcast_convert_type(x.codes, dtype), x.inverse_scale)
 
 
-def _written(x: jax.Array, dtype: np.dtype) -> Operand:
-    """Write an operand to memory in a dtype, if it is not there yet.
+def _in_memory(narrow: jax.Array) -> jax.Array:
+    """Write an operand to memory in its dtype, if it is not there yet.
 
     Without the barrier XLA would write it in float32 between the two passes that read
     it, and would give everything around a weight the layout that the product wants.
     """
-    narrow = lax.convert_element_type(x, dtype)
-    return Operand(lax.optimization_barrier(narrow), narrow)
+    return lax.optimization_barrier(narrow)
 
 
-def _product(
+def _product_of_codes(
     a: Codes,
     b: Codes,
     contracted: tuple[Sequence[int], Sequence[int]],
-    dtype: Any = RESULTS,
+    dtype: Any,
 ) -> jax.Array:
     """Multiply codes, then multiply the result by the inverses of the scales.
 
@@ -208,10 +189,6 @@ def _product(
     return product * small * large
 
 
-def _gradient_dtype(is_wide: bool) -> Any:
-    return np.dtype(np.float32) if is_wide else RESULTS
-
-
 def _in_order_of(other: Sequence[int], axes: Sequence[int]) -> list[int]:
     """Return contracted axes in the order of their partners, the axes `other` of the
     other operand.
@@ -224,20 +201,24 @@ def _places(axes: Sequence[int]) -> list[int]:
     return sorted(range(len(axes)), key=axes.__getitem__)
 
 
-def _encoded(operand: Operand, dtype: np.dtype) -> Codes:
-    """Round an operand to 8 bits."""
-    largest = _largest(operand.measured, range(operand.measured.ndim))
+def _rounded_to_8_bits(x: jax.Array, measured: jax.Array, dtype: np.dtype) -> Codes:
+    """Round an operand to 8 bits.
+
+    `measured` has its absolute maximum, and is read where the operand is computed, so
+    that XLA can fuse the reduction.
+    """
+    # codes = round(x * 2**e), where 2**e moves the largest magnitude to the top of the
+    # format. A power of two rounds nothing by itself, and its inverse is exact.
+    largest = _largest_magnitude(measured, range(measured.ndim))
     # Of the mesh, inside a shard map.
     axes = tuple(sorted(jax.typeof(largest).manual_axis_type.varying))
     largest = lax.pmax(largest, axes) if axes else largest
     exponent = scale_exponents(lax.bitcast_convert_type(largest, np.int32), dtype)
-    scaled = lax.convert_element_type(operand.numbers, np.float32) * power_of_two(
-        exponent
-    )
+    scaled = lax.convert_element_type(x, np.float32) * power_of_two(exponent)
     return Codes(lax.convert_element_type(scaled, dtype), power_of_two(-exponent))
 
 
-def _largest(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def _largest_magnitude(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Return the largest finite magnitude along `axes`, in float32.
 
     Infinities and NaN stay in 8 bits and spoil only their own rows: other rows keep
@@ -245,7 +226,3 @@ def _largest(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """
     magnitude = jnp.abs(lax.stop_gradient(x)).astype(np.float32)
     return jnp.max(jnp.where(magnitude < np.inf, magnitude, 0), axis=tuple(axes))
-
-
-def _others(count: int, axes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(axis for axis in range(count) if axis not in axes)

@@ -29,14 +29,14 @@ class Copy:
     # Of the modules, before a function changes them; by paths.
     arrays: Mapping[Any, Any]
 
-    def changes(self, are_wanted: Any = True) -> Any:
+    def find_changes(self, are_wanted: Any = True) -> Any:
         """Return the state of what modules have now and did not have before, and the
         paths of what they lost; or None.
 
         If `are_wanted`, a scalar, is false, arrays are as before. A new variable, or an
         array of a new shape, stays.
         """
-        now = _state_of((self.args, self.kwargs))
+        now = _variables_of((self.args, self.kwargs))
         lost = self.arrays.keys() - dict(now).keys()
         new = [
             (path, leaf)
@@ -65,11 +65,13 @@ def copy_with(
     """Return a copy of arguments with these leaves. A variable that occurs twice takes
     the first of its leaves.
     """
-    # A shared variable is two variables in it.
+    # A shared variable is two variables in it, since a tree knows no sharing. NNX does:
+    # it copies the modules once more, with the structure of the caller's own and with
+    # arrays from the tree.
     copied = jax.tree.unflatten(jax.tree.structure((args, kwargs)), leaves)
     modules = _modules_of((args, kwargs))
     if modules:
-        nnx, new = _nnx(), dict(_state_of(copied))
+        nnx, new = _nnx(), dict(_variables_of(copied))
         graph, state = nnx.split(modules)
         state = nnx.from_flat_state(
             [(path, new[path]) for path, _ in nnx.to_flat_state(state)]
@@ -78,7 +80,7 @@ def copy_with(
         copied = jax.tree.map(
             lambda x: next(rest) if _is_module(x) else x, copied, is_leaf=_is_module
         )
-    arrays = {path: _array_of(leaf) for path, leaf in _state_of(copied)}
+    arrays = _arrays_by_path(copied)
     new_args, new_kwargs = copied
     new_kwargs = {
         name: _own_or_new(kwargs[name], new) for name, new in new_kwargs.items()
@@ -104,7 +106,7 @@ def hand_back(arguments: Any, changes: Any) -> None:
         return
     (changes, lost), nnx, modules = changes, _nnx(), _modules_of(arguments)
     nnx.pop(modules, lambda path, _: path in lost)  # what `nnx.pop` took from the copy
-    stored = {path: _array_of(leaf) for path, leaf in _state_of(arguments)}
+    stored = _arrays_by_path(arguments)
 
     def as_stored(path: Any, leaf: Any) -> Any:
         after, before = _array_of(leaf), stored.get(path)
@@ -156,10 +158,14 @@ def _modules_of(tree: Any) -> list[Any]:
     return list(filter(_is_module, jax.tree.leaves(tree, is_leaf=_is_module)))
 
 
-def _state_of(tree: Any) -> list[tuple[Any, Any]]:
+def _variables_of(tree: Any) -> list[tuple[Any, Any]]:
     """Return the variables and arrays of all modules, each once, by paths."""
     modules = _modules_of(tree)
     return list(_nnx().to_flat_state(_nnx().state(modules))) if modules else []
+
+
+def _arrays_by_path(tree: Any) -> dict[Any, Any]:
+    return {path: _array_of(leaf) for path, leaf in _variables_of(tree)}
 
 
 def _array_of(leaf: Any) -> Any:

@@ -3,13 +3,13 @@ the user wrote it.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
@@ -17,7 +17,6 @@ from mpx._autocast import contraction, mapped, recompute, rounding
 from mpx._autocast.control_flow import HANDLERS
 from mpx._autocast.plan import Plan, Run, Settings, Step
 from mpx._jaxprs import (
-    closed_jaxpr,
     constants_of,
     dtype_of,
     is_f32,
@@ -31,8 +30,6 @@ from mpx._primitives import facts_of
 
 def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
     """Return the results of a plan's program, each in the dtype it was traced with."""
-    if not plan.changes:
-        return jex_core.jaxpr_as_fun(closed_jaxpr(plan.jaxpr))(*operands)
     program = open_jaxpr(plan.jaxpr)
     values = dict(zip(program.constvars, constants_of(plan.jaxpr), strict=True))
     values.update(zip(program.invars, operands, strict=True))
@@ -41,26 +38,21 @@ def run(plan: Plan, operands: Sequence[Any], settings: Settings) -> list[Any]:
         return v.val if is_literal(v) else values[v]
 
     run_plan = functools.partial(run, settings=settings)  # of programs inside
-    kept: list[JaxprEqn] = []
-    for step in plan.steps:
-        if step.action == "keep":
-            kept.append(step.eqn)
+    for action, steps in itertools.groupby(plan.steps, lambda step: step.action):
+        if action == "keep":
+            run_equations(program, [step.eqn for step in steps], values)
             continue
-        run_equations(program, kept, values)
-        kept = []
-        with with_source_of(step.eqn):
-            results = _ACTIONS[step.action](
-                step, [read(v) for v in step.eqn.invars], run_plan, settings
+        for step in steps:
+            run_step = (
+                HANDLERS[step.eqn.primitive.name].run
+                if action == "enter"
+                else _ACTIONS[action]
             )
-        values.update(zip(step.eqn.outvars, results, strict=True))
-    run_equations(program, kept, values)
+            inputs = [read(v) for v in step.eqn.invars]
+            with with_source_of(step.eqn):
+                results = run_step(step, inputs, run_plan, settings)
+            values.update(zip(step.eqn.outvars, results, strict=True))
     return [read(v) for v in program.outvars]
-
-
-def _run_inside(
-    step: Step, operands: list[Any], run: Run, settings: Settings
-) -> Sequence[Any]:
-    return HANDLERS[step.eqn.primitive.name].run(step, operands, run, settings)
 
 
 def _run_narrowed(
@@ -68,67 +60,48 @@ def _run_narrowed(
 ) -> list[Any]:
     eqn = step.eqn
     if facts_of(eqn).contraction:
-        results = [_contracted(step, settings)(eqn, operands)]
+        results = [contraction.run_narrowed(step, settings, eqn, operands)]
     else:
         narrow = [
-            _narrowed(x, v, eqn, step.runs_in.dtype)
+            _narrowed(x, v, eqn, step.precision.dtype)
             for x, v in zip(operands, eqn.invars, strict=True)
         ]
         results = eqn.primitive.bind(*narrow, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
-    results = [_as_traced(x, v) for x, v in zip(results, eqn.outvars, strict=True)]
-    return [rounding.kept(x, step.runs_in, on_gpu=step.is_read_wide) for x in results]
+    results = [
+        _in_traced_dtype(x, v) for x, v in zip(results, eqn.outvars, strict=True)
+    ]
+    return [rounding.kept(x, step.precision, on_gpu=step.is_read_wide) for x in results]
 
 
 def _run_if_mapped(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> list[Any]:
-    result = mapped.product(step.eqn, operands, _contracted(step, settings))
-    return [_as_traced(result, step.eqn.outvars[0])]
+    narrow = functools.partial(contraction.run_narrowed, step, settings)
+    result = mapped.product(step.eqn, operands, narrow)
+    return [_in_traced_dtype(result, step.eqn.outvars[0])]
 
 
 def _run_transfer(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> list[Any]:
-    wants_wide = settings.has_wide_gradients and not step.in_tags[0].is_product
-    return [
-        contraction.transferred(step.eqn, operands[0], step.runs_in.dtype, wants_wide)
-    ]
+    return [contraction.transferred(step, settings, *operands)]
 
 
 def _run_with_rounded_cotangent(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> list[Any]:
-    dtype = next(tag.representable_in for tag in step.in_tags if tag.is_product)
-    assert dtype is not None, "a product is in a 16-bit dtype"
-    return [
-        contraction.with_rounded_cotangent(
-            step.eqn.primitive.bind(*operands, **step.eqn.params), dtype
-        )
-    ]
+    result = step.eqn.primitive.bind(*operands, **step.eqn.params)
+    return [contraction.with_rounded_cotangent(result, step.precision.dtype)]
 
 
 _ACTIONS: dict[str, Callable[[Step, list[Any], Run, Settings], Sequence[Any]]] = {
-    "enter": _run_inside,
     "map": _run_if_mapped,
     "narrow": _run_narrowed,
     "recompute": recompute.run_activation,
     "round_cotangent": _run_with_rounded_cotangent,
     "transfer": _run_transfer,
 }
-
-
-def _contracted(step: Step, settings: Settings) -> mapped.Narrow:
-    """Return the function that runs a contraction in the compute dtype."""
-    wants_wide = settings.has_wide_gradients and step.runs_in.is_narrow
-    wide = [
-        wants_wide and tag.is_argument and is_f32(v)
-        for v, tag in zip(step.eqn.invars, step.in_tags, strict=True)
-    ]
-    in_memory = [tag.in_memory or step.runs_in.dtype for tag in step.in_tags]
-    return lambda eqn, operands: contraction.run_narrowed(
-        eqn, operands, step.runs_in, wide[:2], in_memory[:2]
-    )
 
 
 def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
@@ -143,7 +116,7 @@ def _narrowed(x: Any, v: Any, eqn: JaxprEqn, dtype: np.dtype) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def _as_traced(x: Any, v: Any) -> Any:
+def _in_traced_dtype(x: Any, v: Any) -> Any:
     """Return a result in the dtype it was traced with, weak or not."""
     if not v.aval.weak_type:
         return lax.convert_element_type(x, dtype_of(v))

@@ -7,6 +7,7 @@ derivatives of its float32 program. JAX's rule for a batch tells what the produc
 becomes: that of two matrices runs in the compute dtype, any other one stays.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ import jax
 import numpy as np
 from jax import lax
 from jax.experimental import jet
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.interpreters import ad, batching
 
 from mpx._autocast import contraction
 from mpx._autocast import wide_gradients as wide
@@ -28,9 +29,8 @@ def product(eqn: JaxprEqn, operands: list[Any], narrow: Narrow) -> jax.Array:
     """Run a product in float32, or by `narrow` where a `jax.vmap` makes a product of
     matrices of it.
     """
-    return _bound(
-        lambda *operands: eqn.primitive.bind(*operands, **eqn.params), operands, narrow
-    )
+    as_traced = functools.partial(eqn.primitive.bind, **eqn.params)
+    return _bound(as_traced, operands, narrow)
 
 
 def _bound(function: Callable[..., Any], operands: Any, narrow: Narrow) -> jax.Array:
@@ -39,7 +39,7 @@ def _bound(function: Callable[..., Any], operands: Any, narrow: Narrow) -> jax.A
     )
 
 
-def _transposed(
+def _product_transposed(
     cotangent: Any, lhs: Any, rhs: Any, program: ClosedJaxpr, narrow: Narrow
 ) -> list[Any]:
     """Return the cotangent of the one operand that the product is linear in."""
@@ -48,24 +48,22 @@ def _transposed(
     is_left = ad.is_undefined_primal(lhs)
     x, other = (lhs, rhs) if is_left else (rhs, lhs)
 
-    def forward(x, other):
-        return wide.run_program(
-            *((x, other) if is_left else (other, x)), program=program
-        )
-
     def pull(cotangent, other):
-        return jax.linear_transpose(lambda x: forward(x, other), x.aval)(cotangent)[0]
+        def forward(x):
+            pair = (x, other) if is_left else (other, x)
+            return wide.run_program(*pair, program=program)
+
+        return jax.linear_transpose(forward, x.aval)(cotangent)[0]
 
     result = _bound(pull, (cotangent, other), narrow)
     return [result, None] if is_left else [None, result]
 
 
-def _batched(
+def _product_batched(
     operands: list[Any], axes: list[int | None], program: ClosedJaxpr, narrow: Narrow
 ) -> tuple[Any, int]:
-    batched = jax.make_jaxpr(
-        jax.vmap(lambda *operands: wide.run_program(*operands, program=program), axes)
-    )(*operands)
+    one = functools.partial(wide.run_program, program=program)
+    batched = jax.make_jaxpr(jax.vmap(one, axes))(*operands)
 
     def contracted(eqn: JaxprEqn, operands: list[Any]) -> Any:
         if contraction.why_no_gain(eqn) is not None:
@@ -75,19 +73,14 @@ def _batched(
     return wide.evaluated(batched, operands, contracted), 0
 
 
-_mapped = Primitive("product_that_may_be_mapped")
-_mapped.def_impl(wide.run_program)
-_mapped.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
+_mapped = wide.primitive_of_a_program("product_that_may_be_mapped")
 ad.defjvp(
     _mapped,
     lambda t, lhs, rhs, **params: _mapped.bind(t, rhs, **params),
     lambda t, lhs, rhs, **params: _mapped.bind(lhs, t, **params),
 )
-ad.primitive_transposes[_mapped] = _transposed
-batching.primitive_batchers[_mapped] = _batched
+ad.primitive_transposes[_mapped] = _product_transposed
+batching.primitive_batchers[_mapped] = _product_batched
 jet.jet_rules[_mapped] = lambda primals, series, program, narrow: jet.jet(
-    lambda *operands: wide.run_program(*operands, program=program), primals, series
-)
-mlir.register_lowering(
-    _mapped, mlir.lower_fun(wide.run_program, multiple_results=False)
+    functools.partial(wide.run_program, program=program), primals, series
 )

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._autocast.precision import ContractionPrecision
+from mpx._autocast.precision import F32, ContractionPrecision
 from mpx._autocast.rules import Rule
 from mpx._autocast.tags import Tag
 from mpx._jaxprs import open_jaxpr
@@ -27,18 +27,12 @@ DECIDED = "mpx:autocast"
 class Demand(NamedTuple):
     """Holds what the rest of a program does to a value."""
 
-    used_in: np.dtype | None = (
-        # the 16-bit dtype that all uses round it to; None if they differ, or use
-        # float32
-        None
-    )
-    cotangent_in: np.dtype | None = (
-        # the dtype that its one use, a narrowed contraction, rounds its cotangent to
-        None
-    )
-    is_activated: bool = (
-        False  # whether it goes, perhaps moved, into an activation or a loss
-    )
+    # the 16-bit dtype that all uses round it to; None if they differ, or use float32
+    used_in: np.dtype | None = None
+    # the dtype that its one use, a narrowed contraction, rounds its cotangent to
+    cotangent_in: np.dtype | None = None
+    # whether it goes, perhaps moved, into an activation or a loss
+    is_activated: bool = False
     is_used: bool = True
 
 
@@ -51,16 +45,13 @@ class Settings:
 
     precision: ContractionPrecision
     rules: Mapping[str, Rule]
-    reduce_dtype: np.dtype | None = (
-        None  # of sums that are gradients of weights; None: float32 on several devices
-    )
+    # of sums that are gradients of weights; None: float32 on several devices
+    reduce_dtype: np.dtype | None
 
     @property
     def has_wide_gradients(self) -> bool:
         """Return whether gradients of weights are unrounded float32 sums."""
-        if not self.precision.is_narrow:
-            return False
-        return (
+        return self.precision.is_narrow and (
             are_several_in_sight()
             if self.reduce_dtype is None
             else self.reduce_dtype == np.float32
@@ -71,29 +62,21 @@ class Step(NamedTuple):
     """The decision about an equation."""
 
     eqn: JaxprEqn
+    in_tags: tuple[Tag, ...] = ()
+    out_tags: tuple[Tag, ...] = ()
     # "transfer": other devices get the value in the compute dtype; "round_cotangent"
     # keeps the forward pass; "recompute" stands for several steps (see `recompute.py`);
     # "map" is kept, but narrowed by a `jax.vmap` around.
     action: Literal[
         "narrow", "enter", "keep", "round_cotangent", "transfer", "recompute", "map"
-    ]
-    # If it is narrowed, transferred, recomputed or mapped.
-    precision: ContractionPrecision | None
-    in_tags: tuple[Tag, ...]
-    out_tags: tuple[Tag, ...]
+    ] = "keep"
+    # In which it is narrowed, transferred, recomputed or mapped; else of no meaning.
+    precision: ContractionPrecision = F32
     plans: tuple["Plan", ...] = ()  # of the programs inside, if they may be entered
-    is_read_wide: bool = (
-        True  # whether a use of its results does not round them, if it is narrowed
-    )
-    reason: str | None = (
-        None  # why a contraction in it is kept, or runs in 16 bits and not in 8
-    )
-
-    @property
-    def runs_in(self) -> ContractionPrecision:
-        """The precision of a step that has one."""
-        assert self.precision is not None, f"{self.action} has a precision"
-        return self.precision
+    # Whether a use of its results does not round them, if it is narrowed.
+    is_read_wide: bool = True
+    # Why a contraction in it is kept, or runs in 16 bits and not in 8.
+    reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,9 +90,9 @@ class Plan:
     demands: tuple[Demand, ...]  # of its inputs
 
     @property
-    def changes(self) -> bool:
-        """Return whether any step, here or below, does not just run as traced."""
-        return any(step.action != "keep" for step in self.steps)
+    def runs_as_traced(self) -> bool:
+        """Return whether each step, here and below, just runs as traced."""
+        return all(step.action == "keep" for step in self.steps)
 
 
 # A step, how often it runs, and the equations around it.
@@ -124,13 +107,11 @@ def walk(
     """
     for step in steps:
         eqn = step.eqn
-        inside = [plan.steps for plan in step.plans]
+        inside: list[Sequence[Step]] = [plan.steps for plan in step.plans]
         if not inside and eqn.primitive.name != "pallas_call":
-            kept = Step(eqn, "keep", None, (), (), reason=step.reason)
-            jaxprs = jex_core.jaxprs_in_params(eqn.params)
             inside = [
-                tuple(kept._replace(eqn=inner) for inner in open_jaxpr(jaxpr).eqns)
-                for jaxpr in jaxprs
+                [Step(each, reason=step.reason) for each in open_jaxpr(jaxpr).eqns]
+                for jaxpr in jex_core.jaxprs_in_params(eqn.params)
             ]
         for steps_inside in inside:
             yield from walk(
@@ -140,4 +121,5 @@ def walk(
             yield step, times, outer
 
 
-Run = Callable[[Plan, Sequence[Any]], list[Any]]  # runs a plan on values
+# Runs a plan on values.
+Run = Callable[[Plan, Sequence[Any]], list[Any]]

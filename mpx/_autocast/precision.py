@@ -3,6 +3,7 @@ float32 operands.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,9 +23,8 @@ class ContractionPrecision:
 
     name: str  # as users write it: `bf16`, `f16`, `f32`, `tf32`, `bf16x3`, `fp8`
     dtype: np.dtype  # of operands and results
-    algorithm: lax.DotAlgorithmPreset | None = (
-        None  # how hardware multiplies float32 operands; None for the default
-    )
+    # how hardware multiplies float32 operands; None for the default
+    algorithm: lax.DotAlgorithmPreset | None = None
     fp8: Fp8 | None = None  # how matrix products of 8-bit floats run, if they do
 
     @property
@@ -33,28 +33,20 @@ class ContractionPrecision:
         return self.dtype.itemsize == 2
 
     @property
-    def changes(self) -> bool:
-        """Return whether contractions differ from a plain float32 program."""
-        return self.is_narrow or self.algorithm is not None
-
-    @property
-    def fallback(self) -> "ContractionPrecision":
-        """Return the precision without 8-bit floats."""
-        return self if self.fp8 is None else precision_of_dtype(self.dtype)
+    def is_plain(self) -> bool:
+        """Return whether contractions are those of a plain float32 program."""
+        return not self.is_narrow and self.algorithm is None
 
 
 BF16 = ContractionPrecision("bf16", np.dtype(jnp.bfloat16))
 F16 = ContractionPrecision("f16", np.dtype(np.float16))
 F32 = ContractionPrecision("f32", np.dtype(np.float32))
 FP8 = ContractionPrecision("fp8", RESULTS, fp8=Fp8())
-ALGORITHMS = {
-    "tf32": ContractionPrecision(
-        "tf32", np.dtype(np.float32), lax.DotAlgorithmPreset.TF32_TF32_F32
-    ),
-    "bf16x3": ContractionPrecision(
-        "bf16x3", np.dtype(np.float32), lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-    ),
-}
+_TF32 = ContractionPrecision("tf32", F32.dtype, lax.DotAlgorithmPreset.TF32_TF32_F32)
+_BF16X3 = ContractionPrecision(
+    "bf16x3", F32.dtype, lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+)
+_NO_DTYPES = {precision.name: precision for precision in (_TF32, _BF16X3, FP8)}
 _BY_DTYPE = {precision.dtype: precision for precision in (BF16, F16, F32)}
 
 
@@ -67,18 +59,11 @@ def get_precision(policy_or_dtype: Any) -> ContractionPrecision:
             numbers.
     """
     if isinstance(policy_or_dtype, _policy.Policy):
-        fp8 = policy_or_dtype.fp8
-        return (
-            precision_of_dtype(np.dtype(policy_or_dtype.compute_dtype))
-            if fp8 is None
-            else precision_of_fp8(fp8)
-        )
+        policy_or_dtype = policy_or_dtype.fp8 or policy_or_dtype.compute_dtype
     if isinstance(policy_or_dtype, Fp8):
-        return precision_of_fp8(policy_or_dtype)
-    if isinstance(policy_or_dtype, str) and policy_or_dtype == FP8.name:
-        return FP8
-    if isinstance(policy_or_dtype, str) and policy_or_dtype in ALGORITHMS:
-        return _on_this_backend(ALGORITHMS[policy_or_dtype])
+        return dataclasses.replace(FP8, fp8=policy_or_dtype)
+    if isinstance(policy_or_dtype, str) and policy_or_dtype in _NO_DTYPES:
+        return _on_this_backend(_NO_DTYPES[policy_or_dtype])
     dtype = dtype_or_none(policy_or_dtype)
     if dtype is None:
         raise ValueError(
@@ -88,11 +73,6 @@ def get_precision(policy_or_dtype: Any) -> ContractionPrecision:
             + nearest(str(policy_or_dtype))
         )
     return precision_of_dtype(dtype)
-
-
-def precision_of_fp8(fp8: Fp8) -> ContractionPrecision:
-    """Return the precision of 8-bit floats."""
-    return dataclasses.replace(FP8, fp8=fp8)
 
 
 def precision_of_dtype(dtype: np.dtype) -> ContractionPrecision:
@@ -110,13 +90,12 @@ def precision_of_dtype(dtype: np.dtype) -> ContractionPrecision:
     return _BY_DTYPE[dtype]
 
 
-def widest(precisions: list[ContractionPrecision]) -> ContractionPrecision:
-    """Return the precision that all share, or float32 if they differ."""
-    return (
-        precisions[0]
-        if all(precision == precisions[0] for precision in precisions)
-        else F32
-    )
+def widest(
+    asked: Iterable[ContractionPrecision | None],
+) -> ContractionPrecision | None:
+    """Return the one precision that is asked for, float32 if several are, or None."""
+    found = {*asked} - {None}
+    return F32 if len(found) > 1 else next(iter(found), None)
 
 
 def _on_this_backend(precision: ContractionPrecision) -> ContractionPrecision:
@@ -124,10 +103,11 @@ def _on_this_backend(precision: ContractionPrecision) -> ContractionPrecision:
     unrounded, which is more exact.
     """
     backend = jax.default_backend()
-    if precision.name == "tf32" and backend == "tpu":
+    if precision is not _TF32 or backend not in ("cpu", "tpu"):
+        return precision
+    if backend == "tpu":
         raise ValueError(
             "`autocast`: a TPU has no TF32; use 'bf16x3', whose error is as small, or"
             " 'bf16'."
         )
-    is_absent = precision.name == "tf32" and backend == "cpu"
-    return dataclasses.replace(precision, algorithm=None) if is_absent else precision
+    return dataclasses.replace(precision, algorithm=None)

@@ -20,7 +20,7 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from mpx._autocast import rounding
-from mpx._autocast.border import Crossing, packed, travels_in, unpacked
+from mpx._autocast.border import Crossing, at_border, behind_border, travels_in
 from mpx._autocast.plan import Demand, Plan, Run, Settings, Step, walk
 from mpx._jaxprs import count_uses, is_f32, is_literal, open_jaxpr, part_of
 from mpx._primitives import facts_of
@@ -58,28 +58,20 @@ def with_activations(plan: Plan, settings: Settings) -> Plan:
     new: dict[int, tuple[Step, ...]] = {}  # by ids of steps
     for user in filter(_rounds_an_activation, plan.steps):
         for v in user.eqn.invars[:2]:
-            members = _members(v, made_by)
-            activation = (
-                _activation(user, v, members, program, uses, settings)
-                if _pays(user, members)
-                else None
-            )
+            members = _steps_to(v, made_by)
+            activation = _activation(user, v, members, program, uses, settings)
             if activation is not None:
-                new |= {id(step): () for step in members} | {
-                    id(members[-1]): (activation,)
-                }
+                new |= {id(step): () for step in members}
+                new[id(members[-1])] = (activation,)
+
+    def with_those_inside(step: Step) -> Step:
+        if step.action != "enter" or step.eqn.primitive.name != "jit":
+            return step
+        plans = [with_activations(inside, settings) for inside in step.plans]
+        return step._replace(plans=tuple(plans))
+
     steps = [step for old in plan.steps for step in new.get(id(old), (old,))]
-    return dataclasses.replace(
-        plan, steps=tuple(_with_activations_inside(step, settings) for step in steps)
-    )
-
-
-def _with_activations_inside(step: Step, settings: Settings) -> Step:
-    if step.action != "enter" or step.eqn.primitive.name != "jit":
-        return step
-    return step._replace(
-        plans=tuple(with_activations(plan, settings) for plan in step.plans)
-    )
+    return dataclasses.replace(plan, steps=tuple(map(with_those_inside, steps)))
 
 
 def _rounds_an_activation(step: Step) -> bool:
@@ -108,7 +100,7 @@ def _is_cheap(step: Step) -> bool:
     )
 
 
-def _members(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]:
+def _steps_to(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]:
     """Return the steps that lead to a value, in the order of the program."""
     found, wanted = {}, [result]
     while wanted:
@@ -120,17 +112,6 @@ def _members(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]
     return [step for _, step in sorted(found.items())]
 
 
-def _pays(user: Step, members: list[Step]) -> bool:
-    """Return whether XLA would keep float32 values of an activation that one step
-    uses.
-    """
-    if not any(facts_of(step.eqn).transcendental for step, _, _ in walk(members)):
-        return False
-    return user.runs_in.fp8 is not None or any(
-        step.action == "round_cotangent" for step in members
-    )
-
-
 def _activation(
     user: Step,
     result: Any,
@@ -139,33 +120,47 @@ def _activation(
     uses: Counter[Any],
     settings: Settings,
 ) -> Step | None:
-    """Return steps as one; None if that would round a gradient, or if a value has
-    another use or needs 32 bits.
+    """Return the steps that lead to a result as one step; None if XLA would keep
+    nothing of them in float32, or if that would round what it must not.
+
+    The step replaces its members, so all of these have to hold:
+
+    - Nobody else reads what a member computes: it is computed in the checkpoint alone.
+    - What enters is in 16 bits in memory, where it is as large as the result: else the
+      checkpoint would keep float32 values after all.
+    - The result is float32, and `user`, its one use, rounds it. So to leave the
+      checkpoint in 16 bits changes no value. Its cotangent is rounded there too, which
+      a weight among its elements, such as a token of a mask, must not see if its
+      gradient is to be a float32 sum.
     """
+    # Kept for the derivative: a function such as tanh, where a bias or codes of 8 bits
+    # keep XLA from computing it inside of the next product.
+    is_curved = any(facts_of(step.eqn).transcendental for step, _, _ in walk(members))
+    is_written = user.precision.fp8 is not None or any(
+        step.action == "round_cotangent" for step in members
+    )
+    if not (is_curved and is_written and is_f32(result)):
+        return None
     eqns = [step.eqn for step in members]
     part = part_of(program, eqns, [result])
-    pairs = [
-        pair
+    uses_inside = count_uses(part)  # of the result there is one, as by `user`
+    if any(uses_inside[v] < uses[v] for eqn in eqns for v in eqn.outvars):
+        return None
+    tag_of = {
+        v: tag
         for step in members
-        for pair in zip(step.eqn.invars, step.in_tags, strict=True)
-    ]
-    tag_of = {v: tag for v, tag in pairs if not is_literal(v)}
+        for v, tag in zip(step.eqn.invars, step.in_tags, strict=True)
+        if not is_literal(v)
+    }
     in_tags = tuple(tag_of[v] for v in part.invars)
-    uses_inside = count_uses(part)  # and the result has one use, `user`
-
-    def is_wide(v):
-        return is_f32(v) and _extent(v) >= _extent(result)
-
-    has_other_uses = any(uses_inside[v] < uses[v] for eqn in eqns for v in eqn.outvars)
     out_tag = dict(zip(eqns[-1].outvars, members[-1].out_tags, strict=True))[result]
-    # The product would give a weight among its elements, such as a token of a mask, a
-    # float32 cotangent.
+
+    def is_wide(v, tag):
+        is_large = is_f32(v) and _extent(v) >= _extent(result)
+        return is_large and travels_in(tag, None, settings) is None
+
     rounds_a_gradient = out_tag.is_argument and settings.has_wide_gradients
-    keeps_float32 = any(
-        is_wide(v) and travels_in(tag, None, settings) is None
-        for v, tag in zip(part.invars, in_tags, strict=True)
-    )
-    if has_other_uses or rounds_a_gradient or keeps_float32 or not is_f32(result):
+    if rounds_a_gradient or any(map(is_wide, part.invars, in_tags)):
         return None
     plan = Activation(
         part, tuple(members), in_tags, (out_tag,), (Demand(),) * len(in_tags)
@@ -173,16 +168,19 @@ def _activation(
     plan = _ACTIVATIONS.setdefault(
         (user.precision, settings.has_wide_gradients, _without_names(plan)), plan
     )
-    # Those inside have theirs.
+    # The steps inside have name stacks of their own.
     place = eqns[-1].source_info.replace(name_stack=source_info_util.new_name_stack())
     eqn = eqns[-1].replace(invars=[*part.invars], outvars=[result], source_info=place)
-    return Step(eqn, "recompute", user.precision, in_tags, plan.out_tags, (plan,))
+    return Step(eqn, in_tags, plan.out_tags, "recompute", user.precision, (plan,))
 
 
 def _without_names(plan: Plan) -> Any:
     """Return what is equal for plans that are alike but for the names of values, while
     one of them lives.
     """
+    # Values are numbered by their first use, so that only what is computed counts. Of
+    # what is not hashable the object counts, and of programs inside their plans: a
+    # planner makes one for equal tags.
     numbers: dict[Any, int] = {}
 
     def known(v):
@@ -195,28 +193,17 @@ def _without_names(plan: Plan) -> Any:
     def values(variables):
         return tuple((known(v), v.aval) for v in variables)
 
-    inputs, steps = values(open_jaxpr(plan.jaxpr).invars), []
-    for step in plan.steps:
+    def alike(step):
         eqn = step.eqn
-        params = tuple(
-            sorted(
-                (name, id(x) if x.__hash__ is None else x)
-                for name, x in eqn.params.items()
-            )
+        params = frozenset(
+            (name, id(x) if x.__hash__ is None else x) for name, x in eqn.params.items()
         )
         place = str(eqn.source_info.name_stack), eqn.ctx
-        steps.append(
-            (
-                step.action,
-                step.plans,
-                eqn.primitive,
-                params,
-                place,
-                values(eqn.invars),
-                values(eqn.outvars),
-            )
-        )
-    return inputs, tuple(steps), plan.in_tags, plan.out_tags
+        operation = step.action, step.plans, eqn.primitive, params, place
+        return operation, values(eqn.invars), values(eqn.outvars)
+
+    inputs = values(open_jaxpr(plan.jaxpr).invars)
+    return inputs, tuple(map(alike, plan.steps)), plan.in_tags, plan.out_tags
 
 
 def _extent(v: Any) -> tuple[int, int]:
@@ -233,16 +220,15 @@ def run_activation(
     """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the
     products round it.
     """
-    (plan,) = step.plans
+    plan: Any = step.plans[0]  # an `Activation`
     crossings = [Crossing(travels_in(tag, None, settings)) for tag in plan.in_tags]
 
     def activation(*operands: Any) -> Any:
         return lax.convert_element_type(
-            run_plan(plan, unpacked(operands, crossings))[0], step.runs_in.dtype
+            run_plan(plan, behind_border(operands, crossings))[0], step.precision.dtype
         )
 
-    assert isinstance(plan, Activation), "the plan that `_activation` made"
     if not plan.checkpoints:
         plan.checkpoints.append(jax.checkpoint(activation))
-    result = plan.checkpoints[0](*packed(operands, crossings))
-    return [rounding.kept(lax.convert_element_type(result, np.float32), step.runs_in)]
+    result = plan.checkpoints[0](*at_border(operands, crossings))
+    return [rounding.kept(lax.convert_element_type(result, np.float32), step.precision)]

@@ -39,10 +39,10 @@ def kept(
     most = _MOST_OF_PARTS * dividing_devices()
     # A symbolic size (`jax.export`) may be.
     is_small = not isinstance(x.size, int) or x.size <= most
-    return _kept.bind(x, dtype=precision.dtype, on_gpu=on_gpu and is_small)
+    return _rounding_kept.bind(x, dtype=precision.dtype, on_gpu=on_gpu and is_small)
 
 
-def _rounded(x: jax.Array, dtype: Any, **_: bool) -> jax.Array:
+def _reduced(x: jax.Array, dtype: Any, **_: bool) -> jax.Array:
     # With all exponents: float16 has subnormal numbers, which fewer bits would flush to
     # zero.
     return lax.reduce_precision(
@@ -50,26 +50,28 @@ def _rounded(x: jax.Array, dtype: Any, **_: bool) -> jax.Array:
     )
 
 
-def _rounded_if_asked(x: jax.Array, dtype: Any, on_gpu: bool) -> jax.Array:
-    return _rounded(x, dtype) if on_gpu else x
-
-
 # A primitive, because the derivative of `reduce_precision` rounds cotangents.
-_kept = Primitive("rounding_kept")
-_kept.def_impl(_rounded)
-_kept.def_abstract_eval(lambda x, **_: x)
-ad.primitive_jvps[_kept] = lambda primals, tangents, **how: (
-    _kept.bind(*primals, **how),
+_rounding_kept = Primitive("rounding_kept")
+_rounding_kept.def_impl(_reduced)
+_rounding_kept.def_abstract_eval(lambda x, **_: x)
+ad.primitive_jvps[_rounding_kept] = lambda primals, tangents, **how: (
+    _rounding_kept.bind(*primals, **how),
     tangents[0],
 )
 # Of a function that is linear.
-ad.primitive_transposes[_kept] = lambda cotangent, _, **how: [cotangent]
-batching.defvectorized(_kept)
-jet.jet_rules[_kept] = lambda primals, series, **how: (
-    _kept.bind(*primals, **how),
+ad.primitive_transposes[_rounding_kept] = lambda cotangent, _, **how: [cotangent]
+batching.defvectorized(_rounding_kept)
+jet.jet_rules[_rounding_kept] = lambda primals, series, **how: (
+    _rounding_kept.bind(*primals, **how),
     series[0],
 )
-mlir.register_lowering(_kept, mlir.lower_fun(_rounded_if_asked, multiple_results=False))
 mlir.register_lowering(
-    _kept, mlir.lower_fun(_rounded, multiple_results=False), platform="cpu"
+    _rounding_kept,
+    mlir.lower_fun(
+        lambda x, dtype, on_gpu: _reduced(x, dtype) if on_gpu else x,
+        multiple_results=False,
+    ),
+)
+mlir.register_lowering(
+    _rounding_kept, mlir.lower_fun(_reduced, multiple_results=False), platform="cpu"
 )

@@ -4,9 +4,13 @@
 | rule | what happens |
 |---|---|
 | `narrow` | float32 operands are rounded to the compute dtype, and so is the result |
-| `follow` | runs as traced; results are values of operands: rounded again they stay |
+| `follow` | results are values of operands: what 16 bits have, they have there too |
 | `enter` | an operation that holds a program: the table is applied to that program |
 | `keep` | runs as traced, in float32: also what the table does not name |
+
+What follows runs as traced, but for two operations that move float32 values in 16 bits
+where nothing is lost: a transfer to other devices whose every use rounds the value, and
+a name by which a `jax.checkpoint` keeps a value that 16 bits have.
 """
 
 import functools
@@ -20,13 +24,21 @@ from mpx._primitives import PRIMITIVES, Facts
 Rule = Literal["narrow", "follow", "enter", "keep"]
 
 # Rounding their operands first gives the rounded result.
-_EXACT = {"abs", "ceil", "convert_element_type", "floor", "neg", "round", "sign"}
+_COMMUTE_WITH_ROUNDING = {
+    "abs",
+    "ceil",
+    "convert_element_type",
+    "floor",
+    "neg",
+    "round",
+    "sign",
+}
 
 
 def _default_rule(name: str, facts: Facts) -> Rule:
     if facts.contraction:
         return "narrow"
-    if facts.moves or name in _EXACT:
+    if facts.moves or name in _COMMUTE_WITH_ROUNDING:
         return "follow"
     return "enter" if facts.runs not in ("", "custom") else "keep"
 

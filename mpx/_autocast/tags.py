@@ -19,47 +19,27 @@ from mpx._primitives import facts_of
 class Tag(NamedTuple):
     """Holds what is known about a value."""
 
-    representable_in: np.dtype | None = (
-        None  # a 16-bit dtype that has this float32 value
-    )
-    precision: ContractionPrecision | None = (
-        None  # what an override of the policy asks for in contractions with it
-    )
+    # a 16-bit dtype that has this float32 value
+    representable_in: np.dtype | None = None
+    # what an override of the policy asks for in contractions with it
+    precision: ContractionPrecision | None = None
     # whether it has elements of the function's arguments, whose gradients a user gets
     is_argument: bool = False
     # whether an element may occur twice, so that cotangents have yet to be added up
     is_copied: bool = False
-    gradient_in: np.dtype | None = (
-        # the dtype that its gradient, of one use, may be rounded to once it is a sum
-        None
-    )
-    # whether the program has it in 16 bits by its own casts
-    is_widened: bool = False
+    # the dtype that its gradient, of one use, may be rounded to once it is a sum
+    gradient_in: np.dtype | None = None
     # whether an element is cast to 16 bits by the program, or of a named argument
     is_cast: bool = False
     # whether it is a narrowed contraction's result: that contraction rounds its
     # cotangent
     is_product: bool = False
 
-    @property
-    def in_memory(self) -> np.dtype | None:
-        """The dtype of the value in memory before the program runs; None if the program
-        computes it.
-        """
-        return self.representable_in or (
-            np.dtype(np.float32) if self.is_argument else None
-        )
-
-    @property
-    def is_narrow_weight(self) -> bool:
-        """Return whether it has elements of an argument that is stored in 16 bits."""
-        return self.is_argument and self.representable_in is not None
-
 
 UNKNOWN = Tag()
 
 
-def followed(
+def tags_of_results(
     eqn: JaxprEqn, tags: tuple[Tag, ...], constants_in: np.dtype | None
 ) -> tuple[Tag, ...]:
     """Return the tags of results whose elements are elements of the operands.
@@ -71,12 +51,11 @@ def followed(
         return (UNKNOWN,) * len(eqn.outvars)
     pairs = list(zip(eqn.invars, tags, strict=True))
     # Several arrays at once: each result has its operand.
-    if len(eqn.invars) == len(eqn.outvars) > 1:
-        return tuple(
-            tag_of_elements(eqn, [pair], v, constants_in)
-            for pair, v in zip(pairs, eqn.outvars, strict=True)
-        )
-    return tuple(tag_of_elements(eqn, pairs, v, constants_in) for v in eqn.outvars)
+    are_several = len(eqn.invars) == len(eqn.outvars) > 1
+    return tuple(
+        tag_of_elements(eqn, [pairs[i]] if are_several else pairs, v, constants_in)
+        for i, v in enumerate(eqn.outvars)
+    )
 
 
 def tag_of_elements(
@@ -88,20 +67,14 @@ def tag_of_elements(
     """Return the tag of a result that has elements of these operands."""
     floats = [(v, tag) for v, tag in pairs if jnp.issubdtype(dtype_of(v), jnp.floating)]
     arrays = [(v, tag) for v, tag in floats if not is_literal(v)]
-    asked = [tag.precision for _, tag in arrays if tag.precision is not None]
     facts = facts_of(eqn)
-    casts = eqn.primitive.name == "convert_element_type" and is_half(result)
     is_broadcast = facts.elementwise and any(is_smaller(v, result) for v, _ in arrays)
-    return Tag(
-        _common_dtype(eqn, floats, result, constants_in),
-        precisions.widest(asked) if asked else None,
-        is_argument=any(tag.is_argument for _, tag in arrays),
-        is_copied=is_broadcast
-        or facts.copies_of_operand == "many"
-        or any(tag.is_copied for _, tag in arrays),
-        is_widened=bool(arrays)
-        and all(tag.is_widened or dtype_of(v).itemsize == 2 for v, tag in arrays),
-        is_cast=casts or any(tag.is_cast for _, tag in arrays),
+    of_any = common([tag for _, tag in arrays])
+    return of_any._replace(
+        representable_in=_common_dtype(eqn, floats, result, constants_in),
+        precision=precisions.widest(tag.precision for _, tag in arrays),
+        is_copied=of_any.is_copied or is_broadcast or facts.copies_of_operand == "many",
+        is_cast=of_any.is_cast or is_cast_to_16_bits(eqn),
         is_product=facts.copies_of_operand == "one"
         and all(tag.is_product for _, tag in arrays),
     )
@@ -116,7 +89,11 @@ def _common_dtype(
     """Return the 16-bit dtype that has all elements of a result made of these operands'
     elements.
     """
-    dtypes = {_dtype_that_has(v, tag) for v, tag in floats if not is_literal(v)}
+    dtypes = {
+        np.dtype(dtype_of(v)) if dtype_of(v).itemsize == 2 else tag.representable_in
+        for v, tag in floats
+        if not is_literal(v)
+    }
     constants = [v.val for v, _ in floats if is_literal(v)]
     if eqn.params.get("fill_value") is not None:
         constants.append(eqn.params["fill_value"])
@@ -130,21 +107,17 @@ def _common_dtype(
     if not dtypes and constants and constants_in is not None:
         dtypes = {constants_in}
     dtype = shared(dtypes) if is_f32(result) else None
-    return (
-        None
-        if dtype is None or not all(_has(dtype, value) for value in constants)
-        else dtype
-    )
+    has_all = dtype is not None and all(_has(dtype, value) for value in constants)
+    return dtype if has_all else None
 
 
-def common(*tags: Tag) -> Tag:
+def common(tags: Sequence[Tag]) -> Tag:
     """Return the tag of a value that is one of several."""
     return Tag(
         shared({tag.representable_in for tag in tags}),
         shared({tag.precision for tag in tags}),
         is_argument=any(tag.is_argument for tag in tags),
         is_copied=any(tag.is_copied for tag in tags),
-        is_widened=all(tag.is_widened for tag in tags),
         is_cast=any(tag.is_cast for tag in tags),
         # `is_product` stays false: the contraction of one branch does not round the
         # cotangent of the other's.
@@ -156,16 +129,14 @@ def shared(found: set[Any]) -> Any:
     return found.pop() if len(found) == 1 else None
 
 
+def is_cast_to_16_bits(eqn: JaxprEqn) -> bool:
+    """Return whether an equation rounds a value to 16 bits, as the program asks."""
+    return eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0])
+
+
 def is_smaller(v: Any, result: Any) -> bool:
     """Return whether an operand has fewer axes, or shorter ones, than a result."""
     return v.aval.shape != result.aval.shape
-
-
-def _dtype_that_has(v: Any, tag: Tag) -> np.dtype | None:
-    """Return the 16-bit dtype of an operand, or the one that represents its float32
-    values.
-    """
-    return np.dtype(dtype_of(v)) if dtype_of(v).itemsize == 2 else tag.representable_in
 
 
 def _has(dtype: np.dtype, value: Any) -> bool:

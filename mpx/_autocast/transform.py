@@ -7,13 +7,12 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
-from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
@@ -26,7 +25,7 @@ from mpx._autocast import (
 )
 from mpx._autocast import precision as precisions
 from mpx._autocast.control_flow import HANDLERS
-from mpx._autocast.plan import DECIDED, Plan, Settings, Step, walk
+from mpx._autocast.plan import DECIDED, Plan, Settings, walk
 from mpx._autocast.planner import Planner
 from mpx._autocast.rules import DEFAULT_RULES, Rule, can_narrow, known_names
 from mpx._autocast.tags import Tag
@@ -48,6 +47,15 @@ _CHECKPOINTS = (
 )
 
 
+class _Argument(NamedTuple):
+    """A leaf of the arguments that is an array."""
+
+    leaf: Any
+    view: differentiation.View | None  # if a gradient around differentiates it
+    name: str  # its path inside of the argument
+    is_as_it_is: bool  # whether the user wants no float32 view of it
+
+
 @dataclasses.dataclass(frozen=True)
 class Autocast:
     """The parts of an autocast function, as other parts of mpx read them from it."""
@@ -59,18 +67,21 @@ class Autocast:
     # If float16 needs no scale from `value_and_grad`.
     loss_scale: NoOpLossScale | StaticLossScale | None
     # The arguments that get no float32 view: numbers, or a pattern of paths.
-    as_they_are: tuple[int, ...] | str = ()
+    as_they_are: tuple[int, ...] | str
 
     def run(
         self, traced: "Traced", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the result of the function for the arguments it was traced with."""
-        _warn_if_nothing_is_narrowed(self, traced.plan)
-        plan = (
-            recompute.with_activations(traced.plan, self.settings)
-            if self.checkpoint is None
-            else traced.plan
-        )
+        precision, plan = self.settings.precision, traced.plan
+        reason = _why_nothing_is_narrowed(precision, plan)
+        if reason is not None:
+            _errors.warn(
+                f"`autocast`: no matrix product of `{_name_of(self.fun)}` runs in"
+                f" {precision.name}: {reason} `mpx.explain` shows each product."
+            )
+        if self.checkpoint is None:
+            plan = recompute.with_activations(plan, self.settings)
         # The mark tells an autocast around this one that precisions are decided here.
         with jax.named_scope(DECIDED):
             scale, arrays = None, traced.arrays
@@ -95,8 +106,8 @@ class Autocast:
             values = evaluate(arrays)
             if scale is not None:
                 values = differentiation.with_cotangents_times(values, scale)
-            if self.needs_a_scale and traced.plan.changes:
-                values = differentiation.needing_a_scale(values, _name(self.fun))
+            if self.needs_a_scale and not traced.plan.runs_as_traced:
+                values = differentiation.needing_a_scale(values, _name_of(self.fun))
         result, changes = traced.rebuild(values)
         in_place.hand_back((args, kwargs), changes)
         return result
@@ -105,98 +116,86 @@ class Autocast:
         """Trace the function on a float32 view of its arguments, and plan what to do
         with each operation.
         """
-        flat, names = (
-            jax.tree.leaves_with_path((args, kwargs)),
-            _trees.path_names((args, kwargs)),
-        )
+        # The paths of leaves inside of their arguments.
+        names = {
+            path: "/".join(name.split("/")[2:])
+            for path, name in _trees.path_names((args, kwargs)).items()
+        }
+        kept = self._as_they_are(names)
+        # A leaf that a gradient around differentiates in float32 is its view already.
+        # Others in 16 bits are widened inside of the program, so that their gradients
+        # come back in 16 bits, and a checkpoint keeps 16 bits.
+        flat = jax.tree.leaves_with_path((args, kwargs))
         views, leaves = differentiation.views_of(
-            [leaf for _, leaf in flat], _name(self.fun)
+            [leaf for _, leaf in flat], _name_of(self.fun)
         )
-        positions = [
-            i
-            for i, leaf in enumerate(leaves)
-            if _trees.is_array(leaf) and not isinstance(leaf, np.bool_)
+        arrays, put = _trees.partition_leaves(leaves, _is_traced)
+        given = [
+            _Argument(leaf, view, names[path], path in kept)
+            for (path, _), leaf, view in zip(flat, leaves, views, strict=True)
+            if _is_traced(leaf)
         ]
         result: list[Any] = []
 
         def program(*arrays):
-            given = dict(zip(positions, arrays, strict=True))
-            copy = in_place.copy_with(
-                args, kwargs, [given.get(i, leaf) for i, leaf in enumerate(leaves)]
-            )
+            viewed = [
+                x.astype(np.float32)
+                if _trees.is_narrower(leaf) and not is_as_it_is
+                else x
+                for x, (leaf, *_, is_as_it_is) in zip(arrays, given, strict=True)
+            ]
+            copy = in_place.copy_with(args, kwargs, put(viewed))
             returned = self.fun(*copy.args, **copy.kwargs)
             _require_leaves(self.fun, jax.tree.leaves(returned))
-            out, out_treedef = jax.tree.flatten((returned, copy.changes()))
+            out, out_treedef = jax.tree.flatten((returned, copy.find_changes()))
             result[:] = [
                 out_treedef,
                 [None if _trees.is_array(leaf) else leaf for leaf in out],
             ]
             return [leaf for leaf in out if _trees.is_array(leaf)]
 
-        arrays = [leaves[i] for i in positions]
         arrays = [
             jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x
             for x in arrays
         ]
-        kept = self._as_they_are(flat, names)
-        halves = [
-            n
-            for n, i in enumerate(positions)
-            if i not in kept and _trees.is_narrower(flat[i][1])
-        ]
-
-        def of_views(*arrays):
-            widened = [*arrays]
-            for n in halves:
-                widened[n] = arrays[n].astype(np.float32)
-            return program(*widened)
-
         try:
-            jaxpr = jax.make_jaxpr(of_views)(*arrays)
+            jaxpr = jax.make_jaxpr(program)(*arrays)
         except TypeError as error:
             _explain_dtypes(error)
             raise
         tags = [
             Tag(
-                _represented(views[i]),
-                self._override(names[flat[i][0]], leaves[i]),
+                view and view.stored_in,
+                self._override(name, leaf),
                 is_argument=True,
-                gradient_in=getattr(views[i], "gradient_in", None),
-                is_cast=i in kept,
+                gradient_in=view and view.gradient_in,
+                is_cast=is_as_it_is,
             )
-            for i in positions
+            for leaf, view, name, is_as_it_is in given
         ]
         plan = Planner(self.settings).plan(jaxpr, tuple(tags))
-        rounded_to = [
-            None if self.settings.has_wide_gradients else demand.cotangent_in
-            for demand in plan.demands
-        ]
-        by_position = dict(zip(positions, rounded_to, strict=True))
-        for i, view in enumerate(views):
-            if view is not None:
-                view.rounded_to.append(by_position.get(i))
-        treedef, static = result
-        return Traced(plan, arrays, treedef, static)
+        for argument, demand in zip(given, plan.demands, strict=True):
+            if argument.view is not None:
+                argument.view.rounded_to.append(
+                    None if self.settings.has_wide_gradients else demand.cotangent_in
+                )
+        return Traced(plan, arrays, *result)
 
-    def _as_they_are(
-        self, flat: Sequence[tuple[Any, Any]], names: Mapping[Any, str]
-    ) -> set[int]:
-        """Return the positions of leaves that the user wants in their own dtype."""
-        if self.as_they_are == ():
-            return set()
+    def _as_they_are(self, names: Mapping[Any, str]) -> set[Any]:
+        """Return the paths of leaves that the user wants in their own dtype."""
 
         def is_named(path: Any) -> bool:
             if isinstance(self.as_they_are, str):
-                return bool(re.search(self.as_they_are, _path_in_argument(names[path])))
+                return bool(re.search(self.as_they_are, names[path]))
             return path[0].idx == 0 and path[1].idx in self.as_they_are
 
-        kept = {i for i, (path, _) in enumerate(flat) if is_named(path)}
-        if not kept:
+        kept = set(filter(is_named, names))
+        if not kept and self.as_they_are != ():
             raise ValueError(
                 f"`autocast`: `as_they_are={self.as_they_are!r}` names no argument of"
-                f" `{_name(self.fun)}`, and no leaf of one. Give numbers of arguments,"
-                " or a pattern that is found in the path of a leaf:"
-                f" {_errors.listed([_path_in_argument(x) for x in names.values()], 4)}."
+                f" `{_name_of(self.fun)}`, and no leaf of one. Give numbers of"
+                " arguments, or a pattern that is found in the path of a leaf:"
+                f" {_errors.listed(list(names.values()), 4)}."
             )
         return kept
 
@@ -221,7 +220,7 @@ class Autocast:
         """
         if self.policy is None or not _trees.is_floating(leaf):
             return None
-        dtype = self.policy.override_at(_path_in_argument(name))
+        dtype = self.policy.override_at(name)
         return None if dtype is None else precisions.precision_of_dtype(dtype)
 
 
@@ -243,7 +242,7 @@ class Traced:
         )
 
 
-class Function:
+class AutocastFunction:
     """A function under autocast. Unlike a closure it can be pickled under any name."""
 
     def __init__(self, record: Autocast) -> None:
@@ -264,14 +263,14 @@ class Function:
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Function, (self.record,)
+        return AutocastFunction, (self.record,)
 
 
 def autocast_of(fun: Any) -> Autocast | None:
     """Return the parts of a function that `autocast` made; None for any other
     function.
     """
-    return fun.record if isinstance(fun, Function) else None
+    return fun.record if isinstance(fun, AutocastFunction) else None
 
 
 def autocast(
@@ -341,7 +340,6 @@ def autocast(
             that clips its cotangent clips the scaled one. `NoOpLossScale()` says that
             the caller scales the loss himself, or wants no scale. None warns: gradients
             below 6e-8 become zero in float16.
-
         as_they_are: what keeps its dtype inside of `fun`, such as a cache in 16 bits
             that it writes to: numbers of arguments, or a pattern that is found in the
             path of a leaf, as in the overrides of a policy (`"cache|cached_key"`).
@@ -376,24 +374,6 @@ def autocast(
         Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); the lists
         of `torch.amp`.
     """
-    record = make_autocast(
-        fun, policy_or_dtype, rules, checkpoint, reduce_dtype, loss_scale, as_they_are
-    )
-    return Function(record)  # type: ignore[return-value]
-
-
-def make_autocast(
-    fun: Callable[..., Any],
-    policy_or_dtype: Policy | Fp8 | DTypeLike,
-    rules: Mapping[Any, Rule],
-    checkpoint: str | Callable[..., Any] | None,
-    reduce_dtype: DTypeLike | None,
-    loss_scale: NoOpLossScale | StaticLossScale | None = None,
-    as_they_are: int | Sequence[int] | str = (),
-) -> Autocast:
-    """Check the arguments of `autocast`, and return the parts of an autocast
-    function.
-    """
     if not callable(fun):
         raise TypeError(f"`autocast` needs a function, but got {type(fun).__name__}.")
     if isinstance(policy_or_dtype, str) and (
@@ -414,8 +394,6 @@ def make_autocast(
             f" `NoOpLossScale()` or None, but got {loss_scale!r}. A dynamic scale lives"
             " in the optimizer's state: see `mpx.value_and_grad`."
         )
-    if isinstance(loss_scale, StaticLossScale):
-        require_powers_of_two(loss_scale, "autocast")
     record = Autocast(
         fun,
         settings,
@@ -424,12 +402,14 @@ def make_autocast(
         loss_scale,
         _checked_names(as_they_are),
     )
-    if isinstance(loss_scale, StaticLossScale) and not record.has_float16:
-        raise ValueError(
-            f"`autocast`: `loss_scale` was given, but {precision.name} needs none."
-            " Leave it out."
-        )
-    return record
+    if isinstance(loss_scale, StaticLossScale):
+        require_powers_of_two(loss_scale, "autocast")
+        if not record.has_float16:
+            raise ValueError(
+                f"`autocast`: `loss_scale` was given, but {precision.name} needs none."
+                " Leave it out."
+            )
+    return AutocastFunction(record)  # type: ignore[return-value]
 
 
 def _checked_names(as_they_are: Any) -> tuple[int, ...] | str:
@@ -443,11 +423,6 @@ def _checked_names(as_they_are: Any) -> tuple[int, ...] | str:
             f" paths such as 'cache|cached_key', but got {as_they_are!r}."
         )
     return tuple(numbers)
-
-
-def _path_in_argument(name: str) -> str:
-    """Return the path of a leaf without the name of the argument."""
-    return "/".join(name.split("/")[2:])
 
 
 def _explain_dtypes(error: TypeError) -> None:
@@ -498,94 +473,66 @@ def full_precision(fun: F) -> F:
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        dtypes = {
-            leaf.dtype
-            for leaf in jax.tree.leaves((args, kwargs))
-            if _trees.is_floating(leaf)
-        }
-        halves = {dtype for dtype in dtypes if dtype.itemsize == 2}
+        leaves = jax.tree.leaves((args, kwargs))
+        dtypes = {leaf.dtype for leaf in leaves if _trees.is_floating(leaf)}
         with jax.named_scope(DECIDED), jax.default_matmul_precision("highest"):
             # Pass the original arguments, since the function may change them.
-            if not halves:
+            if not any(map(_trees.is_narrower, leaves)):
                 return fun(*args, **kwargs)
-
-            def narrow(leaf):
-                return leaf.dtype.itemsize == 2
-
-            leaves = _trees.cast_tree(
-                jax.tree.leaves((args, kwargs)), jnp.float32, which=narrow
-            )
+            leaves = _trees.cast_tree(leaves, np.float32, which=_trees.is_narrower)
             wide = in_place.copy_with(args, kwargs, leaves)
             result = fun(*wide.args, **wide.kwargs)
-            in_place.hand_back((args, kwargs), wide.changes())
-
-            def is_f32(leaf):
-                return leaf.dtype == jnp.float32
-
-            return (
-                _trees.cast_tree(result, dtypes.pop(), which=is_f32)
-                if len(dtypes) == 1
-                else result
+            in_place.hand_back((args, kwargs), wide.find_changes())
+            if len(dtypes) > 1:
+                return result
+            return _trees.cast_tree(
+                result, dtypes.pop(), which=lambda leaf: leaf.dtype == np.float32
             )
 
     return wrapped  # type: ignore[return-value]
 
 
-def _warn_if_nothing_is_narrowed(record: Autocast, plan: Plan) -> None:
-    """Warn if products stay wider than asked for, all of them, for a reason that their
-    author may not know.
-    """
-    reason = _why_nothing_is_narrowed(record.settings.precision, plan)
-    if reason is not None:
-        name = record.settings.precision.name
-        text = (
-            f"`autocast`: no matrix product of `{_name(record.fun)}` runs in {name}:"
-            f" {reason}"
-        )
-        _errors.warn(f"{text} `mpx.explain` shows each product.")
-
-
 def _why_nothing_is_narrowed(
     precision: precisions.ContractionPrecision, plan: Plan
 ) -> str | None:
-    placed = [
-        (step, outer)
-        for step, _, outer in walk(plan.steps)
-        if facts_of(step.eqn).contraction
-    ]
-    if precision.fp8 is not None and any(
-        map(_is_in_8_bits, [step for step, _ in placed])
-    ):
-        return None
-    missed = [
-        step.reason for step, _ in placed if step.action == "narrow" and step.reason
-    ]
-    if precision.fp8 is not None and missed:
-        return f"the reason for the first of {len(missed)} is: {missed[0]}."
+    """Return why all products stay wider than asked for, if it is a reason that their
+    author may not know.
+    """
+    products, around = [], []
+    for step, _, outer in walk(plan.steps):
+        if facts_of(step.eqn).contraction:
+            products.append(step)
+            around += outer
+    bytes_of_operands = {dtype_of(step.eqn.invars[0]).itemsize for step in products}
+    if precision.fp8 is not None:
+        # Here, or by an autocast inside.
+        if 1 in bytes_of_operands or any(step.precision.fp8 for step in products):
+            return None
+        missed = [x.reason for x in products if x.action == "narrow" and x.reason]
+        if missed:
+            return f"the reason for the first of {len(missed)} is: {missed[0]}."
     # Kept products of 16 bits were narrowed by their author, or by an autocast inside.
-    if not precision.is_narrow or any(
-        step.action == "narrow" or _bits(step) < 32 for step, _ in placed
-    ):
+    is_narrowed = any(step.action == "narrow" for step in products)
+    if not precision.is_narrow or is_narrowed or bytes_of_operands & {1, 2}:
         return None
-    custom = [
-        eqn for _, outer in placed for eqn in outer if facts_of(eqn).runs == "custom"
-    ]
+    custom = [eqn for eqn in around if facts_of(eqn).runs == "custom"]
     if custom:
+        source = open_jaxpr(called_jaxpr(custom[0])).debug_info.func_src_info
         return (
             "they stand in a function with a custom derivative,"
-            f" `{_name_of_call(custom[0])}`, and run as its author wrote it. Put"
+            f" `{source.split(' at ')[0]}`, and run as its author wrote it. Put"
             " `autocast` around what it calls (of a differential equation: around the"
             " vector field)."
         )
     setting = getattr(jax.config, "jax_default_matmul_precision", None)
     if setting is not None and any(
-        contraction.asked_precision(step.eqn) for step, _ in placed
+        contraction.asked_precision(step.eqn) for step in products
     ):
         return (
             f"`jax_default_matmul_precision` is {setting!r}, which some libraries set"
             " when they are imported."
         )
-    reasons = [step.reason or "" for step, _ in placed]
+    reasons = [step.reason or "" for step in products]
     if reasons and all(
         reason.startswith(("operands are complex", "operands are float"))
         for reason in reasons
@@ -594,45 +541,23 @@ def _why_nothing_is_narrowed(
     return None
 
 
-def _bits(step: Step) -> int:
-    return 8 * dtype_of(step.eqn.invars[0]).itemsize
+def _is_traced(leaf: Any) -> bool:
+    return _trees.is_array(leaf) and not isinstance(leaf, np.bool_)
 
 
-def _is_in_8_bits(step: Step) -> bool:
-    """Return whether a product runs in 8-bit floats, here or by an autocast inside."""
-    return _bits(step) == 8 or bool(step.precision and step.precision.fp8)
-
-
-def _represented(view: differentiation.View | None) -> np.dtype | None:
-    """Return the 16-bit dtype that has the values of a float32 argument, if one is
-    known.
-    """
-    return None if view is None or view.narrow is view.wide else view.narrow.dtype
-
-
-def _name(fun: Any) -> str:
+def _name_of(fun: Any) -> str:
     return getattr(fun, "__qualname__", type(fun).__name__)
-
-
-def _name_of_call(eqn: JaxprEqn) -> str:
-    """Return the name of the function that an equation calls."""
-    return open_jaxpr(called_jaxpr(eqn)).debug_info.func_src_info.split(" at ")[0]
 
 
 def _require_leaves(fun: Any, leaves: list[Any]) -> None:
     """Raise for a result that is no pytree: JAX would not see the arrays inside of
     it.
     """
-
-    def is_plain(leaf):
-        return isinstance(
-            leaf, (bool, int, float, complex, str, bytes, np.dtype, enum.Enum)
-        )
-
+    plain = (bool, int, float, complex, str, bytes, np.dtype, enum.Enum)
     for leaf in leaves:
-        if not (_trees.is_array(leaf) or is_plain(leaf) or callable(leaf)):
+        if not (_trees.is_array(leaf) or isinstance(leaf, plain) or callable(leaf)):
             raise TypeError(
-                f"`autocast`: `{_name(fun)}` returns a value of type {type(leaf)},"
+                f"`autocast`: `{_name_of(fun)}` returns a value of type {type(leaf)},"
                 " which is neither an array nor a pytree. Return the arrays inside of"
                 " it, or register the type (`jax.tree_util.register_dataclass`)."
             )

@@ -7,6 +7,7 @@ with a float32 result. The contraction itself stays what it is: checkpoints and 
 recognize it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,19 +31,23 @@ def contract(
     params = eqn.params | {"preferred_element_type": dtype}
 
     def product(lhs: Any, rhs: Any, *rest: Any) -> Any:
+        # Each use rounds its own copy. A shared copy would add up the cotangents of its
+        # uses in 16 bits.
         narrow = [lax.convert_element_type(x, dtype) for x in (lhs, rhs)]
         return eqn.primitive.bind(*narrow, *rest, **params)
 
+    if not any(wide):
+        return product(*operands)
+
+    # The derivative is `t_lhs @ rhs + lhs @ t_rhs`. Each term is linear in its tangent,
+    # and its transpose is the gradient of that operand. So the term of an operand that
+    # wants a float32 gradient is a `_derivative`. The other one is as JAX has it.
     def with_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        lhs, rhs, *rest = primals
-        result = product(lhs, rhs, *rest)
-        kept = [lax.convert_element_type(x, dtype) for x in (lhs, rhs)]
+        result, rest = product(*primals), primals[2:]
+        lhs, rhs = (lax.convert_element_type(x, dtype) for x in primals[:2])
         in_directions = (
-            (product, kept[1]),
-            (
-                lambda x, lhs, *rest: product(lhs, x, *rest),
-                kept[0],
-            ),
+            (product, rhs),
+            (lambda x, lhs, *rest: product(lhs, x, *rest), lhs),
         )
         parts = [
             (_derivative_of(function, is_wide=True) if is_wide else function)(
@@ -76,18 +81,18 @@ def run_program(*operands: Any, program: ClosedJaxpr, **_: Any) -> Any:
     return jaxpr_as_fun(program)(*operands)[0]
 
 
-def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+def _derivative_jvp(
+    primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any
+) -> Any:
     """Differentiate once more: in the direction of `x` alike, in that of the other
     operand as JAX does.
     """
     (x, other, *rest), (of_x, of_other, *_) = primals, tangents
-    parts = (
-        []
-        if type(of_x) is ad.Zero
-        else [_derivative.bind(of_x, other, *rest, **params)]
-    )
+    parts = []
+    if type(of_x) is not ad.Zero:
+        parts.append(_derivative.bind(of_x, other, *rest, **params))
     if type(of_other) is not ad.Zero:
-
+        # The other operand is in 16 bits here, and so is its gradient.
         def along(t, x, y, *rest):
             return jax.jvp(lambda y: run_program(x, y, *rest, **params), (y,), (t,))[1]
 
@@ -95,22 +100,25 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> 
     return _derivative.bind(*primals, **params), sum(parts[1:], parts[0])
 
 
-def _batched(
+def _derivative_batched(
     operands: list[Any], axes: list[int | None], program: ClosedJaxpr, is_wide: bool
 ) -> tuple[Any, int]:
     """Batch as JAX batches the contraction itself, so that a weight without a batch
     gets one gradient.
     """
-    batched = jax.vmap(lambda *operands: run_program(*operands, program=program), axes)
+    batched = jax.vmap(functools.partial(run_program, program=program), axes)
     return _derivative_of(batched, is_wide=is_wide)(*operands), 0
 
 
-def _transposed(
+def _derivative_transposed(
     cotangent: Any, x: Any, *others: Any, program: ClosedJaxpr, is_wide: bool
 ) -> list[Any]:
     """Run JAX's transpose of the program; if `is_wide`, with a float32 result of the
     contraction in it.
     """
+    # The transpose of a narrow product is one of the same operands, in 16 bits, whose
+    # result has 16 bits too. Only the dtype of that result is changed, so nothing that
+    # is added up is rounded.
     nothing = [None] * len(others)
     if type(cotangent) is ad.Zero:
         return [None, *nothing]
@@ -119,7 +127,7 @@ def _transposed(
     )
     if not is_wide:
         return [*pull(cotangent), *nothing]
-    transposed = jax.make_jaxpr(lambda cotangent: pull(cotangent)[0])(cotangent)
+    transposed = jax.make_jaxpr(pull)(cotangent)
     return [evaluated(transposed, [cotangent], _bound_in_f32), *nothing]
 
 
@@ -147,9 +155,8 @@ def evaluated(
 def _bound_in_f32(eqn: JaxprEqn, operands: list[Any]) -> jax.Array:
     """Bind a contraction of 16-bit operands with a float32 result."""
     params = eqn.params | {"preferred_element_type": np.dtype(np.float32)}
-    return _derivative_of(
-        lambda *operands: eqn.primitive.bind(*operands, **params), is_wide=False
-    )(*operands)
+    bound = functools.partial(eqn.primitive.bind, **params)
+    return _derivative_of(bound, is_wide=False)(*operands)
 
 
 def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
@@ -168,13 +175,20 @@ def _run_on_cpu(*operands: Any, program: ClosedJaxpr, **_: bool) -> Any:
     return evaluated(program, operands, contracted)
 
 
-_derivative = Primitive("narrow_product_derivative")
-_derivative.def_impl(run_program)
-_derivative.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
-ad.primitive_jvps[_derivative] = _jvp
-ad.primitive_transposes[_derivative] = _transposed
-batching.primitive_batchers[_derivative] = _batched
-mlir.register_lowering(_derivative, mlir.lower_fun(run_program, multiple_results=False))
+def primitive_of_a_program(name: str) -> Primitive:
+    """Return a primitive that runs the program which is one of its parameters."""
+    primitive = Primitive(name)
+    primitive.def_impl(run_program)
+    primitive.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
+    lowered = mlir.lower_fun(run_program, multiple_results=False)
+    mlir.register_lowering(primitive, lowered)
+    return primitive
+
+
+_derivative = primitive_of_a_program("narrow_product_derivative")
+ad.primitive_jvps[_derivative] = _derivative_jvp
+ad.primitive_transposes[_derivative] = _derivative_transposed
+batching.primitive_batchers[_derivative] = _derivative_batched
 mlir.register_lowering(
     _derivative, mlir.lower_fun(_run_on_cpu, multiple_results=False), platform="cpu"
 )

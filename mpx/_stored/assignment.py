@@ -251,7 +251,7 @@ def _try(format: StateFormat, found: StateLeaf, text: str) -> None:
     not hold it.
     """
     try:
-        kept = _kept(format, found.leaf.shape)
+        kept = _shapes_kept(format, found.leaf.shape)
         _ = is_stored(kept) and kept.shape
     except Exception as error:  # of a class that mpx does not know
         path = _trees.path_string(found.path)
@@ -303,7 +303,7 @@ def require_stored_as_assigned(
             continue
         assigned = assignment.get(i)
         if assigned is not None and assigned.format != FLOAT32:
-            wanted = _kept(assigned.format, leaf.shape)
+            wanted = _shapes_kept(assigned.format, leaf.shape)
         elif is_stored(leaf) or _trees.is_narrower(leaf):
             # The rule itself may keep 16 bits (`mu_dtype`); what another recipe left in
             # them is an error.
@@ -330,7 +330,7 @@ def require_stored_as_assigned(
 def _is_edited(leaf: Any) -> bool:
     """Return whether codes have another dtype than their format makes."""
     try:
-        return _kept(leaf.format, leaf.shape).codes.dtype != (
+        return _shapes_kept(leaf.format, leaf.shape).codes.dtype != (
             jax.tree.leaves(leaf.codes)[0].dtype
         )
     except TypeError:  # such as bits of a float
@@ -338,7 +338,7 @@ def _is_edited(leaf: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept(format: StateFormat, shape: tuple[int, ...]) -> Any:
+def _shapes_kept(format: StateFormat, shape: tuple[int, ...]) -> Any:
     """Return the shapes that a format keeps for an array of this shape."""
     # Without a key said as `init` says it, so that both share a trace.
     return jax.eval_shape(
