@@ -34,6 +34,7 @@ class BlockFormat(StateFormat):
     power of two from 16 to 65,536.
     """
 
+    rounds_at_random = True
     # no field yet: each subclass has it at a place and with a default of its own
     block_size: int
 
