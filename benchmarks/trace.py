@@ -141,7 +141,7 @@ def make_update(recipe: str) -> tuple[Callable, tuple[Any, ...]]:
     tx = (
         tx
         if name == "float32"
-        else mpx.mixed_precision(tx, name, key=jax.random.key(0))
+        else mpx.mixed_precision(tx, name)
     )
     update = (
         mpx.fused_update(tx, interpret="kernels" in recipe) if is_fused else tx.update
