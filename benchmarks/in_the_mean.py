@@ -19,7 +19,7 @@ import mpx
 from benchmarks.report import Row, table
 
 RATE = 1e-3
-ROWS, COLUMNS = 64, 64  # four rows in a block of 256
+ROWS, COLUMNS = 16, 64  # four rows in a block of 256
 EVERY = 250  # steps between two gradients of a rare row
 SETTLES = 300  # steps after which nothing of a gradient is left in a float32 moment
 
@@ -41,7 +41,9 @@ def adam(way: str, *decays: float) -> Any:
     rule = optax.adam(RATE, *decays)
     if way == "float32":
         return rule
-    return mpx.low_precision_state(rule, {"mu": first, "nu": second}, rounding=rounding)
+    return mpx.low_precision_state(
+        rule, {"mu": first, "nu": second}, rounding=rounding, min_size=0
+    )
 
 
 def sgd(way: str, momentum: float) -> Any:
@@ -50,7 +52,9 @@ def sgd(way: str, momentum: float) -> Any:
     rule = optax.sgd(RATE, momentum)
     if way == "float32":
         return rule
-    return mpx.low_precision_state(rule, {"trace": first}, rounding=rounding)
+    return mpx.low_precision_state(
+        rule, {"trace": first}, rounding=rounding, min_size=0
+    )
 
 
 class Run(NamedTuple):
