@@ -85,7 +85,7 @@ def make_tx(
     )
     if how == "8-bit":
         return mpx.low_precision_state(tx, IN_8_BITS)
-    return tx if how == "f32" else mpx.mixed_precision(tx, how, key=jax.random.key(0))
+    return tx if how == "f32" else mpx.mixed_precision(tx, how)
 
 
 def losses(options: dict[str, Any], how: str, steps: int, seeds: int) -> list[float]:

@@ -92,7 +92,7 @@ def make_optimizer(peer: str) -> Optimizer:
     )
     recipe = RECIPES.get(peer)
     if recipe is not None:
-        tx = mpx.mixed_precision(tx, peer, key=jax.random.key(0))
+        tx = mpx.mixed_precision(tx, peer)
     # Kernels are for moments in blocks; without them they gain nothing.
     if recipe is not None and recipe.moments is not None:
         return Optimizer(dtype, tx.init, mpx.fused_update(tx))

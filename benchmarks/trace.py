@@ -138,11 +138,7 @@ def make_update(recipe: str) -> tuple[Callable, tuple[Any, ...]]:
     name = "bf16-split-8bit" if is_fused else recipe
     params = shapes_of_model(jnp.float32 if name == "float32" else jnp.bfloat16)
     tx: Any = optax.adamw(1e-3)
-    tx = (
-        tx
-        if name == "float32"
-        else mpx.mixed_precision(tx, name, key=jax.random.key(0))
-    )
+    tx = tx if name == "float32" else mpx.mixed_precision(tx, name)
     update = (
         mpx.fused_update(tx, interpret="kernels" in recipe) if is_fused else tx.update
     )

@@ -144,7 +144,7 @@ def loss_fn(
 
 def make_step(recipe: str, learning_rate: float = 2e-3) -> tuple[Any, Any]:
     """Return the functions that start, and that sample and train once."""
-    tx = mpx.mixed_precision(optax.adam(learning_rate), recipe, key=jax.random.key(1))
+    tx = mpx.mixed_precision(optax.adam(learning_rate), recipe)
     policy = mpx.get_policy(recipe)
     model = mpx.autocast(logits_and_cache, recipe, as_they_are=2)
     loss = functools.partial(loss_fn, model, dtype=policy.compute_dtype)

@@ -23,7 +23,7 @@ def any_precision_adamw(
     momentum_dtype: DTypeLike | StateFormat = "float32",
     variance_dtype: DTypeLike | StateFormat = "bfloat16",
     compensation_buffer_dtype: DTypeLike = "bfloat16",
-    rounding: Rounding = "nearest",
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
     mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -51,8 +51,8 @@ def any_precision_adamw(
             float16 or float32.
         rounding: how the moments are rounded: `"nearest"`, as in torchdistx, or
             `"stochastic"`. To nearest, a bfloat16 variance with `b2` of 0.999 never
-            falls; at random it does.
-        key: a PRNG key, for stochastic rounding.
+            falls; at random it does. None: 8 bits at random, 16 bits to nearest.
+        key: a PRNG key, for stochastic rounding; `jax.random.key(0)` if None.
         mask: which weights decay: a tree of booleans, or a function of the parameters
             that returns one, as in `optax.adamw`; all of them if None.
 

@@ -66,8 +66,8 @@ def mixed_precision(
             None is `"split"`, which keeps the 16 bits that a bfloat16 parameter lacks:
             AdamW takes 14 bytes a parameter, where float32 takes 16. Masters of float16
             parameters are full.
-        key: a PRNG key, for `storage="split24"` or a recipe that rounds at random;
-            other recipes leave it unused.
+        key: a PRNG key, for recipes and masters that are rounded at random, as all in 8
+            and 4 bits are; `jax.random.key(0)` if None. Other recipes leave it unused.
         loss_scale: of `loss_scaling`; `DynamicLossScale()` if None.
         axis_name: of `loss_scaling`.
         updates_in_param_dtype: of `master_weights`, for libraries that add updates
@@ -75,18 +75,16 @@ def mixed_precision(
 
     Raises:
         TypeError: if `inner` is not a transformation.
-        ValueError: if there is no such recipe or policy; if a recipe needs a key and
-            there is none; if `storage`, `key`, `loss_scale` or `axis_name` is given and
-            would do nothing, or `updates_in_param_dtype` without full masters; at
-            `init` and `update`, if the policy stores parameters below float32 and all
-            given ones are float32 or wider (and not of NNX, at `init`); at `init`, if
-            this stands inside a wrapper that hides them, such as `low_precision_state`,
-            or if a recipe keeps moments in fewer bits and the rule has no moments.
+        ValueError: if there is no such recipe or policy; if `storage`, `key`,
+            `loss_scale` or `axis_name` is given and would do nothing, or
+            `updates_in_param_dtype` without full masters; at `init` and `update`, if
+            the policy stores parameters below float32 and all given ones are float32 or
+            wider (and not of NNX, at `init`); at `init`, if this stands inside a
+            wrapper that hides them, such as `low_precision_state`, or if a recipe keeps
+            moments in fewer bits and the rule has no moments.
 
     Example:
-        >>> tx = mixed_precision(
-        ...     optax.adamw(3e-4), "bf16-split24-8bit", key=jax.random.key(0)
-        ... )
+        >>> tx = mixed_precision(optax.adamw(3e-4), "bf16-split24-8bit")
         >>> state = tx.init({"w": jnp.ones((64, 64), jnp.bfloat16)})
         >>> state.master["w"].dtype, optax.tree.get(state, "nu")["w"].codes.dtype
         (dtype('uint8'), dtype('uint8'))
@@ -115,19 +113,10 @@ def mixed_precision(
         "split" if is_narrow else None
     )
     moments = recipe.moments if recipe else None
-    of_moments = None
-    if recipe is not None and recipe.rounds_at_random:
-        if key is None:
-            raise ValueError(
-                f"`mixed_precision`: the recipe {policy.recipe!r} rounds at random and"
-                " needs a PRNG key; add `key=jax.random.key(0)`."
-            )
-        key, of_moments = jax.random.split(_errors.one_key(key, "mixed_precision"))
+    if moments is not None:
+        tx = _with_moments(tx, moments, policy, None if moments == "bf16" else key)
     if recipe is not None and weights not in ("split24", "stochastic"):
         key = None  # so that the name of the recipe is all that changes
-    if moments is not None:
-        of_moments = of_moments if moments == "4bit" else None
-        tx = _with_moments(tx, moments, policy, of_moments)
     if updates_in_param_dtype and weights != "full":
         raise ValueError(
             "`mixed_precision`: `updates_in_param_dtype` needs full masters, which"
@@ -137,7 +126,7 @@ def mixed_precision(
     if weights == "kahan":
         tx = optax.chain(tx if moments else upcast(tx), kahan_summation())
     elif weights == "stochastic":
-        tx = optax.chain(upcast(tx), stochastic_rounding(key))  # type: ignore[arg-type]  # it has one: see `rounds_at_random`
+        tx = optax.chain(upcast(tx), stochastic_rounding(key))
     elif weights is not None:
         tx = master_weights(
             tx, storage=weights, key=key, updates_in_param_dtype=updates_in_param_dtype

@@ -33,11 +33,6 @@ class Recipe(NamedTuple):
     weights: Literal["full", "split", "split24", "kahan", "stochastic"] | None = None
     moments: Literal["bf16", "8bit", "4bit"] | None = None
 
-    @property
-    def rounds_at_random(self) -> bool:
-        """Return whether the recipe needs a key."""
-        return self.weights in ("split24", "stochastic") or self.moments == "4bit"
-
 
 RECIPES: Mapping[str, Recipe] = {
     "bf16-split": Recipe(_BF16, "train in bfloat16: start here", 14, weights="split"),
@@ -84,30 +79,16 @@ class Recipes(Result):
     recipes: Mapping[str, Recipe]
 
     def _parts(self) -> Iterable[Table]:
-        header = (
-            "recipe",
-            "take it to",
-            "bytes a parameter",
-            "follows float32",
-            "needs a key",
-        )
-
-        def row(name, x):
-            return (
-                name,
-                x.purpose,
-                f"{x.bytes:g}",
-                x.follows,
-                "yes" if x.rounds_at_random else "",
-            )
-
+        header = ("recipe", "take it to", "bytes a parameter", "follows float32")
+        rows = [
+            (name, x.purpose, f"{x.bytes:g}", x.follows)
+            for name, x in self.recipes.items()
+        ]
         title = (
             "follows float32: whether masters are those of a float32 run with the same"
             " gradients"
         )
-        yield Table(
-            title, [header, *(row(name, x) for name, x in self.recipes.items())], (2,)
-        )
+        yield Table(title, [header, *rows], (2,))
 
     def __repr__(self) -> str:
         return str(self)
@@ -119,19 +100,17 @@ def recipes() -> Recipes:
     Bytes are those of AdamW in one jitted step that donates parameters and state:
     parameters, gradients and state, without activations. A recipe follows float32
     exactly if its weights are those of a float32 training run with the same gradients.
-    One that rounds at random needs a key: `mixed_precision(tx, name,
-    key=jax.random.key(0))`.
 
     Example:
         >>> print(recipes())
         follows float32: whether masters are those of a float32 run with the same gradients
-        recipe             take it to                                  bytes a parameter  follows float32  needs a key
+        recipe             take it to                                  bytes a parameter  follows float32
         bf16-split         train in bfloat16: start here                              14  exactly
         bf16-split-8bit    fit a larger model                                       8.03  closely
-        bf16-split24-8bit  fit more still                                           7.03  closely          yes
-        bf16-split24-4bit  hold the fewest bytes                                    6.55  closely          yes
+        bf16-split24-8bit  fit more still                                           7.03  closely
+        bf16-split24-4bit  hold the fewest bytes                                    6.55  closely
         bf16-kahan         train without masters                                      10  closely
-        bf16-stochastic    keep nothing of a weight but its parameter                 12  closely          yes
+        bf16-stochastic    keep nothing of a weight but its parameter                 12  closely
         bf16-masters       let other code read float32 masters                        16  exactly
         bf16-autocast      keep float32 parameters                                    14  exactly
         f16-scaled         use a GPU without bfloat16 (V100, T4)                      14  exactly

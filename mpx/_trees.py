@@ -229,9 +229,8 @@ def cast_by_path(
 def _cast_leaves(leaves: list[Any], dtypes: list[np.dtype | None]) -> list[Any]:
     """Cast each leaf to its dtype; None keeps a leaf."""
     cast = list(leaves)
-    firsts: dict[
-        tuple[np.dtype, int], int
-    ] = {}  # the first position of each array, by its identity
+    # the first position of each array, by its identity
+    firsts: dict[tuple[np.dtype, int], int] = {}
     repeated: list[tuple[int, int]] = []
     # Which concrete arrays one program can take.
     together: dict[Any, list[int]] = defaultdict(list)

@@ -150,8 +150,7 @@ def test_a_model_of_nnx_whose_copies_were_cast_by_a_jitted_init_is_refused_at_it
 def test_a_trainer_that_gives_update_the_whole_module_gets_the_bits_of_one_that_gives_its_arrays(
     recipe, sharded
 ):
-    key = jax.random.key(0) if mpx.recipes().recipes[recipe].rounds_at_random else None
-    tx = mpx.mixed_precision(RULE, recipe, key=key)
+    tx = mpx.mixed_precision(RULE, recipe)
     tx = mpx.zero1(tx, eight_cpu_devices()) if sharded else tx
     model = mpx.get_policy(recipe).cast_to_param(
         eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(1))

@@ -20,26 +20,25 @@ from tests.helpers import assert_same_bits, cases, stepper, types_of
 pytestmark = pytest.mark.optax_promotion
 
 KEY = jax.random.key(3)
-FOR_MASTERS, FOR_MOMENTS = jax.random.split(KEY)
 EIGHT = {"mu|nu": mpx.Blockwise8bit()}
 FOUR = {"mu": mpx.Blockwise4bit(), "nu": mpx.Blockwise8bit()}
 BY_HAND = {
     "bf16-split": lambda rule: mpx.master_weights(rule, "split"),
     "bf16-split-8bit": lambda rule: mpx.master_weights(
-        mpx.low_precision_state(rule, EIGHT), "split"
+        mpx.low_precision_state(rule, EIGHT, key=KEY), "split"
     ),
     "bf16-split24-8bit": lambda rule: mpx.master_weights(
-        mpx.low_precision_state(rule, EIGHT), "split24", key=FOR_MASTERS
+        mpx.low_precision_state(rule, EIGHT, key=KEY), "split24", key=KEY
     ),
     "bf16-split24-4bit": lambda rule: mpx.master_weights(
-        mpx.low_precision_state(rule, FOUR, key=FOR_MOMENTS), "split24", key=FOR_MASTERS
+        mpx.low_precision_state(rule, FOUR, key=KEY), "split24", key=KEY
     ),
     "bf16-kahan": lambda rule: optax.chain(
         mpx.low_precision_state(rule, {"mu|nu": "bf16"}, min_size=0),
         mpx.kahan_summation(),
     ),
     "bf16-stochastic": lambda rule: optax.chain(
-        mpx.upcast(rule), mpx.stochastic_rounding(FOR_MASTERS)
+        mpx.upcast(rule), mpx.stochastic_rounding(KEY)
     ),
     "bf16-masters": lambda rule: mpx.master_weights(rule, "full"),
     "bf16-autocast": lambda rule: rule,
@@ -47,10 +46,6 @@ BY_HAND = {
     "fp8": lambda rule: mpx.master_weights(rule, "split"),
     "f32": lambda rule: rule,
 }
-
-
-def key_of(name):
-    return {"key": KEY} if RECIPES[name].rounds_at_random else {}
 
 
 def test_every_recipe_is_written_out_here():
@@ -69,7 +64,7 @@ def test_a_recipe_is_what_one_would_write_by_hand(name):
     )
     runs = []
     for tx in (
-        mpx.mixed_precision(optax.adamw(1e-2), name, **key_of(name)),
+        mpx.mixed_precision(optax.adamw(1e-2), name, key=KEY),
         BY_HAND[name](optax.adamw(1e-2)),
     ):
         now, state, step = params, tx.init(params), jax.jit(stepper(tx))
@@ -88,10 +83,7 @@ def test_the_policy_of_a_recipe_reads_back_from_its_string_and_carries_the_recip
     policy = mpx.get_policy(name)
     assert mpx.get_policy(str(policy)) == policy
     assert str(policy) == policy.recipe == name
-    made = [
-        mpx.mixed_precision(optax.adamw(1e-2), given, **key_of(name))
-        for given in (name, policy)
-    ]
+    made = [mpx.mixed_precision(optax.adamw(1e-2), given) for given in (name, policy)]
     params = jax.eval_shape(
         policy.cast_to_param, {"w": jnp.ones((64, 64), jnp.float32)}
     )
@@ -102,7 +94,7 @@ def test_the_policy_of_a_recipe_reads_back_from_its_string_and_carries_the_recip
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_table_counts_the_bytes_of_adamw(name):
-    tx = mpx.mixed_precision(optax.adamw(1e-2), name, **key_of(name))
+    tx = mpx.mixed_precision(optax.adamw(1e-2), name)
     plan = mpx.memory_plan(10**9, tx, name)
     assert round(plan.bytes_a_parameter, 2) == RECIPES[name].bytes
 
@@ -175,10 +167,6 @@ REFUSED = [
     (
         lambda: mpx.Policy("f32", "f32", "f32", recipe="mine"),
         "there is no recipe 'mine'. The recipes are bf16-split",
-    ),
-    (
-        lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split24-8bit"),
-        "rounds at random and needs a PRNG key",
     ),
     (
         lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split", storage="full"),
@@ -270,7 +258,7 @@ def test_a_recipe_can_join_any_storage_with_any_format_of_moments(
     if weights is None:
         recipe = recipe._replace(policy="params=f32,compute=bf16,output=f32")
     monkeypatch.setitem(RECIPES, "new", recipe)
-    tx = mpx.mixed_precision(optax.adamw(1e-2), "new", **key_of("new"))
+    tx = mpx.mixed_precision(optax.adamw(1e-2), "new")
     params = mpx.get_policy("new").cast_to_param({"w": jnp.ones((64, 64), jnp.float32)})
     state = tx.init(params)
     _, after = jax.jit(stepper(tx))(params, state, params)

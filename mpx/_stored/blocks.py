@@ -20,9 +20,8 @@ from mpx._stored.state_format import StateFormat
 T = TypeVar("T", bound="BlockFormat")
 
 SMALLEST = 16  # numbers in a block, each with a quarter of a byte of the scale
-_SMALLEST_UNIT = (
-    8  # of a block that reaches over devices: of smaller ones too much would be sent
-)
+# of a block that reaches over devices: of smaller ones too much would be sent
+_SMALLEST_UNIT = 8
 _SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
 # Bytes that a second-level cache holds: 40 MiB of an A100, 50 of an H100 and H200, 126
 # of a B200.
@@ -34,6 +33,7 @@ class BlockFormat(StateFormat):
     power of two from 16 to 65,536.
     """
 
+    rounds_at_random = True
     # no field yet: each subclass has it at a place and with a default of its own
     block_size: int
 

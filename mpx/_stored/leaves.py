@@ -32,9 +32,8 @@ class StateLeaf(NamedTuple):
         str, ...
         # without declared wrappers and positions in chains: the same for equal rules
     ] = ()
-    owner: type | None = (
-        None  # the type of that innermost state, if `register_state` knows it
-    )
+    # the type of that innermost state, if `register_state` knows it
+    owner: type | None = None
     wrapped: bool = False  # whether it stands somewhere in such a state
 
     @property

@@ -31,8 +31,8 @@ class StateFormat(abc.ABC):
     step for each format.
 
     Attributes:
-        rounds_at_random: whether it needs a PRNG key, because a training run fails if
-            it rounds to nearest.
+        rounds_at_random: whether `encode` gets a PRNG key at each step, unless
+            `low_precision_state` is told to round to nearest.
     """
 
     rounds_at_random: ClassVar[bool] = False

@@ -33,9 +33,8 @@ _F32 = np.dtype(np.float32)
 _LARGEST_OF_24_BITS = np.uint32(0x7F7F_FF00)
 
 
-_KEEPERS: dict[
-    np.dtype, type["KeptWeight"]
-] = {}  # the class that keeps masters in arrays of a dtype
+# the class that keeps masters in arrays of a dtype
+_KEEPERS: dict[np.dtype, type["KeptWeight"]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +101,8 @@ class KeptWeight(abc.ABC):
 class WholeMaster(KeptWeight):
     """The weight itself, in float32 or float64."""
 
-    has_updates_in_param_dtype: bool = (
-        False  # whether updates have the dtype of their parameters
-    )
+    # whether updates have the dtype of their parameters
+    has_updates_in_param_dtype: bool = False
 
     def restore(self, p: jax.Array, kept: jax.Array) -> jax.Array:
         return kept

@@ -54,7 +54,7 @@ def low_precision_state(
     formats: Mapping[str, DTypeLike | StateFormat],
     *,
     min_size: int = 4096,
-    rounding: Rounding = "nearest",
+    rounding: Rounding | None = None,
     key: jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keep chosen leaves of any rule's state in 16, 8 or 4 bits between steps; the rule
@@ -65,9 +65,10 @@ def low_precision_state(
     parameter in all, and its masters are float32.
 
     The rule sees float32 parameters, gradients and state, as in `upcast`; its new state
-    is rounded once, when it is stored. Rounding to nearest can make a slow average
-    stand still: a bfloat16 second moment with a decay of 0.999 never falls. Stochastic
-    rounding follows such an average in the mean. (For 8 bits see `Blockwise8bit`.)
+    is rounded once, when it is stored. Rounded to nearest, a slow average stands still:
+    in 8 bits a first moment stops at 0.5% of the largest of its block or more, and a
+    second moment with a decay of 0.999 never falls, in bfloat16 neither. Stochastic
+    rounding follows such an average in the mean. Codes are rounded so by default.
 
     Args:
         inner: any Optax transformation or chain. Without it this is an element of
@@ -82,11 +83,12 @@ def low_precision_state(
             calls them: `mu` matches those of a layer called `mu` too.
         min_size: leaves with fewer elements stay float32: they cost little, and biases
             and gains need their precision.
-        rounding: `"nearest"`, or `"stochastic"`: up or down at random such that the
-            mean is right. (In 8 bits a second moment below the smallest code is always
-            rounded up to it. Equal numbers of a leaf are rounded alike.)
-            `Blockwise4bit` is rounded at random under both.
-        key: a PRNG key, for stochastic rounding and for `Blockwise4bit`. The state
+        rounding: `"stochastic"`: up or down at random such that the mean is right. (In
+            8 bits a second moment below the smallest code is always rounded up to it.
+            Equal numbers of a leaf are rounded alike.) `"nearest"`: refused for
+            `Blockwise4bit`, with which training fails. None: codes at random, bfloat16
+            and float16 to nearest.
+        key: a PRNG key, for stochastic rounding; `jax.random.key(0)` if None. The state
             keeps it, and every update changes it, except a step that `loss_scaling`,
             `optax.apply_if_finite` or `optax.MultiSteps` *around* this skips.
 
@@ -119,7 +121,7 @@ def low_precision_state(
             "`low_precision_state`: `min_size` must be a number of elements, but got"
             f" {min_size!r}."
         )
-    _require_sound_rounding(rounding, key, patterns)
+    is_random = _require_sound_rounding(rounding, key, patterns)
     key = None if key is None else _errors.one_key(key, "low_precision_state")
 
     def init_fn(params):
@@ -135,7 +137,8 @@ def low_precision_state(
             require_every_pattern_used(state, patterns, assignment)
         require_sound_formats(state, patterns, assignment)
         _warn_of_losses_in_4_bits(state, assignment)
-        return LowPrecisionState(_store(state, assignment, None), kept_key(key))
+        kept = kept_key(key) if is_random else optax.MaskedNode()
+        return LowPrecisionState(_store(state, assignment, None, rounding), kept)
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, LowPrecisionState, "low_precision_state")
@@ -214,7 +217,7 @@ def _store(
     state: Any,
     assignment: Assignment,
     key: jax.Array | None,
-    rounding: Rounding = "nearest",
+    rounding: Rounding | None,
 ) -> Any:
     """Encode the rule's state to keep it until the next step; with a key, round at
     random what is to be.
@@ -230,10 +233,8 @@ def _store(
             return node
         format, (leaf,) = assigned[0].format, jax.tree.leaves(node)
         key = next(keys)
-        # Beside `Blockwise4bit` all others are rounded to nearest, unless the user
-        # wants them at random too.
-        is_at_random = rounding == "stochastic" or format.rounds_at_random
-        kept = store(node, format, key if is_at_random else None)
+        is_random = rounding == "stochastic" or format.rounds_at_random
+        kept = store(node, format, key if is_random else None)
         if is_stored(kept) and kept.shape != leaf.shape:
             name = type(format).__name__
             raise TypeError(
@@ -248,30 +249,31 @@ def _store(
 
 def _require_sound_rounding(
     rounding: Any, key: Any, patterns: Mapping[str, StateFormat]
-) -> None:
-    """Raise unless rounding is known and has the key that it needs, and only that."""
-    _errors.require_choice(
-        get_args(Rounding), rounding, "`low_precision_state`: `rounding`"
-    )
-    at_random = [chosen for chosen in patterns.values() if chosen.rounds_at_random]
-    if at_random and key is None:
-        raise ValueError(
-            f"`low_precision_state`: `{at_random[0]}` is rounded at random, because"
-            " training fails if it is rounded to nearest. Add a PRNG key:"
-            " `key=jax.random.key(0)`."
+) -> bool:
+    """Return whether anything is rounded at random; raise if that cannot be, or is not
+    what was asked for.
+    """
+    formats = patterns.values()
+    if rounding is None:
+        is_random = any(format.rounds_at_random for format in formats)
+    else:
+        _errors.require_choice(
+            get_args(Rounding), rounding, "`low_precision_state`: `rounding`"
         )
-    if rounding == "nearest" and key is not None and not at_random:
-        raise ValueError(
-            "`low_precision_state`: a `key` was given, but rounding to nearest has no"
-            ' use for it. Add `rounding="stochastic"`, or leave the key out.'
-        )
-    if rounding == "stochastic" and key is None:
-        raise ValueError(
-            '`low_precision_state`: `rounding="stochastic"` needs a PRNG key; add'
-            " `key=jax.random.key(0)`."
-        )
-    if rounding == "stochastic" and set(patterns.values()) == {FLOAT32}:
+        is_random = rounding == "stochastic"
+    if is_random and all(format == FLOAT32 for format in formats):
         raise ValueError(
             "`low_precision_state`: every format is float32, so stochastic rounding"
             " would do nothing."
         )
+    if rounding == "nearest" and any(isinstance(x, Blockwise4bit) for x in formats):
+        raise ValueError(
+            "`low_precision_state`: training fails if `Blockwise4bit` is rounded to"
+            " nearest. Leave `rounding` out."
+        )
+    if key is not None and not is_random:
+        raise ValueError(
+            "`low_precision_state`: a `key` was given, but rounding to nearest has no"
+            ' use for it. Add `rounding="stochastic"`, or leave the key out.'
+        )
+    return is_random

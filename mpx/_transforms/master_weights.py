@@ -84,15 +84,14 @@ def master_weights(
             `"full"` rounds ties to even. A parameter changed from outside keeps the low
             bits that it had; `resync` makes them zero. `"split24"` keeps 8 low bits, 1
             byte a parameter. It is not exact: once a step the master is rounded to 24
-            bits, an error of at most 2**-16 of the weight, or below 2**-15 with a
-            `key`. A `KeptWeight` of `mpx.states` is a way of your own. float16 leaves
-            keep full masters under all of them.
+            bits, up or down at random, an error below 2**-15 of the weight. No update
+            is lost in the mean. (Equal masters of a step are rounded alike.) A
+            `KeptWeight` of `mpx.states` is a way of your own. float16 leaves keep full
+            masters under all of them.
         dtype: the dtype of the masters: float32, or float64 for float32 parameters. A
             leaf that is as wide is its own master and stores nothing.
-        key: a PRNG key, for `"split24"`: masters are rounded up or down at random, so
-            that no update is lost in the mean. (Equal masters of a step are rounded
-            alike.) The state keeps the key, and every update changes it. None: masters
-            are rounded to nearest.
+        key: a PRNG key, for `"split24"`; `jax.random.key(0)` if None. The state keeps
+            it, and every update changes it.
         updates_in_param_dtype: whether updates have the dtypes of the parameters, for
             libraries that add them without a cast (`equinox.apply_updates` turns
             bfloat16 parameters into float32 ones otherwise). It needs full masters. A
@@ -160,7 +159,9 @@ def master_weights(
     def init_fn(params):
         _require_single_rounding(params, dtype)
         stored = fresh_tree(params, storage_for)
-        return MasterWeightsState(stored, inner.init(params), kept_key(key))
+        has_key = storage == "split24" or key is not None
+        kept = kept_key(key) if has_key else optax.MaskedNode()
+        return MasterWeightsState(stored, inner.init(params), kept)
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)

@@ -27,7 +27,9 @@ class StochasticRoundingState(NamedTuple):
     key: jax.Array
 
 
-def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs:
+def stochastic_rounding(
+    key: jax.Array | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Round 16-bit parameters up or down at random, so that the mean of what is added
     is the update.
 
@@ -38,18 +40,16 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
     part.
 
     Args:
-        key: a PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`). It is
-            copied, so that donating the state does not delete it. Equal keys give equal
-            training runs.
+        key: a PRNG key, typed (`jax.random.key`) or raw (`jax.random.PRNGKey`);
+            `jax.random.key(0)` if None. It is copied, so that donating the state does
+            not delete it. Equal keys give equal training runs.
 
     Returns:
         A transformation with state `StochasticRoundingState`. Its updates are float32
         for 16-bit parameters. Updates of wider parameters pass through.
 
     Example:
-        >>> tx = optax.chain(
-        ...     upcast(optax.sgd(1e-3)), stochastic_rounding(jax.random.key(0))
-        ... )
+        >>> tx = optax.chain(upcast(optax.sgd(1e-3)), stochastic_rounding())
         >>> params = jnp.ones(1000, jnp.bfloat16)
         >>> state = tx.init(params)
         >>> updates, state = tx.update(jnp.ones(1000), state, params)
@@ -64,7 +64,7 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
         Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"; for
         bfloat16 weights, Zamirai et al. 2020 (arXiv 2010.06192).
     """
-    key = _errors.one_key(key, "stochastic_rounding")
+    key = None if key is None else _errors.one_key(key, "stochastic_rounding")
 
     def init_fn(params):
         del params

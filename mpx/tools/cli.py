@@ -26,8 +26,6 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from mpx._dtypes import dtype_or_none
 from mpx._parallel.placement import sharded_spec
-from mpx._policy import get_policy
-from mpx._recipes import RECIPES
 from mpx._tables import Result
 from mpx.tools.plan.compare_plans import PlanComparison, compare_plans
 from mpx.tools.plan.memory_plan import evaluate
@@ -295,9 +293,7 @@ def plan_parts(
         )
     elif limit is not None or len(plans) == 1:
         name = "bf16-split" if "bf16-split" in fit else fit[0]
-        recipe = RECIPES.get(get_policy(name).recipe or "")
-        key = ", key=jax.random.key(0)" if recipe and recipe.rounds_at_random else ""
-        yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)}{key})"
+        yield f"tx = mpx.mixed_precision({rule}, {json.dumps(name)})"
     file = model.rpartition(":")[0] or "train.py"
     target = memory if found and (found.gpu or found.tpu) else "h100"
     yield (

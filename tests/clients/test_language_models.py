@@ -45,9 +45,8 @@ BYTES = {
 
 
 def tx_of(tx, recipe, **options):
-    key = jax.random.key(0) if mpx.recipes().recipes[recipe].rounds_at_random else None
     loss_scale = mpx.NoOpLossScale() if recipe == "f16-scaled" else None
-    return mpx.mixed_precision(tx, recipe, key=key, loss_scale=loss_scale, **options)
+    return mpx.mixed_precision(tx, recipe, loss_scale=loss_scale, **options)
 
 
 def loss_of(loss_fn, recipe):

@@ -254,8 +254,7 @@ def edited_after_each_step(recipe, edit, before):
     """Train 20 steps of about 1e-3, edit the parameters after each, and return them
     with their float32 values.
     """
-    key = {"key": jax.random.key(0)} if RECIPES[recipe].rounds_at_random else {}
-    tx = mpx.mixed_precision(optax.adam(1e-3), recipe, **key)
+    tx = mpx.mixed_precision(optax.adam(1e-3), recipe)
     params = mpx.get_policy(recipe).cast_to_param(
         {"free": jnp.ones(4096), "clip": jnp.ones(4096)}
     )
@@ -321,11 +320,9 @@ BEYOND = {"split24": 2.0**-15, "kahan": 2.0**-7, "stochastic": 2.0**-7}
 def test_weights_that_are_clamped_inside_of_the_optimizer_stay_within_their_bounds(
     recipe,
 ):
-    key = {"key": jax.random.key(0)} if RECIPES[recipe].rounds_at_random else {}
     tx = mpx.mixed_precision(
         optax.chain(optax.adam(1e-3), optax.stateless(clamped_of_the_page())),
         recipe,
-        **key,
     )
     mpx.check_chain(tx)
     params = mpx.get_policy(recipe).cast_to_param(

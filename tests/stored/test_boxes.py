@@ -67,8 +67,7 @@ def policy_of(recipe):
 
 
 def optimizer(recipe):
-    key = jax.random.key(0) if ALL_RECIPES[recipe].rounds_at_random else None
-    return mpx.mixed_precision(optax.adamw(1e-2), policy_of(recipe), key=key)
+    return mpx.mixed_precision(optax.adamw(1e-2), policy_of(recipe))
 
 
 def arrays(recipe=None, begin=0.0):

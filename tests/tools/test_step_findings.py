@@ -19,11 +19,7 @@ QUICK = {"bf16-split", "f16-scaled", "bf16-kahan"}
 
 
 def made(recipe, rule=RULE):
-    return mpx.mixed_precision(
-        rule,
-        recipe,
-        **({"key": jax.random.key(0)} if RECIPES[recipe].rounds_at_random else {}),
-    )
+    return mpx.mixed_precision(rule, recipe)
 
 
 def found(recipe, tx):

@@ -12,6 +12,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import mpx
+from benchmarks import in_the_mean
 from mpx._jaxprs import closed_jaxpr, open_jaxpr
 from mpx._stored.state_format import Cast, is_stored
 from mpx.states import StoredLeaf
@@ -350,6 +351,75 @@ def test_muon_with_momentum_in_4_bits_is_warned_of(recwarn, rule, recipe, warns)
         )
         == warns
     )
+
+
+# Rounded without bias.
+
+
+def test_a_weight_whose_gradients_stop_stands_still():
+    def drift(way):
+        return in_the_mean.drift(in_the_mean.adam(way, 0.9, 0.95), 300)
+
+    assert drift("8 bits").max() < 1e-5
+    assert drift("4 and 8 bits").max() < 1e-5
+    assert drift("8 bits, nearest").mean() > 1e-3
+
+
+def test_a_row_with_rare_gradients_learns_as_in_float32():
+    def rare_rows(way):
+        return in_the_mean.rare_rows(in_the_mean.adam(way), 1500)
+
+    expected, second_moment = rare_rows("float32")
+    for way in ("8 bits", "4 and 8 bits"):
+        np.testing.assert_allclose(rare_rows(way), (expected, second_moment), rtol=0.1)
+    nearest, stuck = rare_rows("8 bits, nearest")
+    assert abs(nearest) < 0.8 * abs(expected)
+    assert stuck > 3 * second_moment
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.9999])
+def test_a_slow_second_moment_falls_as_in_float32(decay):
+    """A member of a block of 16, whose largest number stays: its noise has 4,096 steps,
+    so what falls by less than 1e-4 of a code in a step falls too fast or too late.
+    """
+    format = mpx.Blockwise8bit(16, signed=False)
+    start = jnp.tile(jnp.linspace(0.1, 1.0, 16), 64).at[15::16].set(1.0)
+    is_largest = jnp.arange(start.size) % 16 == 15
+    steps = round(0.5 / (1 - decay))
+
+    def mean_after(key):
+        def step(i, stored):
+            x = format.decode(*stored)
+            x = jnp.where(is_largest, 1.0, x * decay)
+            of_step = None if key is None else jax.random.fold_in(key, i)
+            return format.encode(x, of_step)
+
+        stored = jax.lax.fori_loop(0, steps, step, format.encode(start))
+        return np.asarray(format.decode(*stored)[~is_largest]).mean()
+
+    expected = np.asarray(start[~is_largest]).mean() * decay**steps
+    assert abs(mean_after(jax.random.key(0)) / expected - 1) < 0.02
+    # To nearest it stays where it was.
+    assert mean_after(None) > 1.5 * expected
+
+
+def test_without_a_key_rounding_takes_that_of_seed_0_and_starts_no_device_before_init(
+    monkeypatch,
+):
+    def transformations(**key):
+        yield mpx.mixed_precision(optax.adam(1e-3), "bf16-split24-4bit", **key)
+        yield mpx.mixed_precision(optax.adam(1e-3), "bf16-split-8bit", **key)
+        yield mpx.mixed_precision(optax.adam(1e-3), "bf16-stochastic", **key)
+
+    given = list(transformations(key=jax.random.key(0)))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.random, "key", None)
+        made = list(transformations())
+    for by_default, by_key in zip(made, given, strict=True):
+        assert_same_bits(
+            trained(by_default, start=params(jnp.bfloat16)),
+            trained(by_key, start=params(jnp.bfloat16)),
+        )
 
 
 RECIPES = ["bf16-split-8bit", "bf16-split24-4bit", "bf16-kahan", "f16-scaled"]

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import optax
 
 from mpx import _errors
@@ -132,5 +131,4 @@ def _plan(
     model: Any, rule: optax.GradientTransformation, name: str, options: dict[str, Any]
 ) -> MemoryPlan:
     policy = get_policy(name)
-    key = jax.random.key(0) if policy.recipe else None
-    return memory_plan(model, mixed_precision(rule, policy, key=key), policy, **options)
+    return memory_plan(model, mixed_precision(rule, policy), policy, **options)

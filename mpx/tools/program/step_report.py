@@ -56,13 +56,11 @@ class StepReport(_tables.Result):
     temporary_bytes: int  # activations, gradients and buffers for communication
     code_bytes: int  # the program itself
     kernels: tuple[Kernel, ...]  # what runs, in its order
-    has_unknown_loop: (
-        bool  # whether a loop of unknown length is counted as if it ran once
-    )
+    # whether a loop of unknown length is counted as if it ran once
+    has_unknown_loop: bool
     compile_seconds: float  # the time that XLA took here
-    findings: tuple[
-        Finding, ...
-    ] = ()  # what the program does that its author would not want
+    # what the program does that its author would not want
+    findings: tuple[Finding, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

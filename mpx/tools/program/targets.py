@@ -28,9 +28,8 @@ class Target:
     # What XLA must know of its chip, as `TARGETS` has.
     gpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tpu: str = ""  # for a TPU, what JAX calls it
-    launch_seconds: float = (
-        2e-6  # that each kernel takes at least: an estimate, not a published figure
-    )
+    # that each kernel takes at least: an estimate, not a published figure
+    launch_seconds: float = 2e-6
     # how it multiplies float32 numbers unless more is asked for, as in the rows of a
     # report
     float32: str = "tf32"
