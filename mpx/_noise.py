@@ -22,14 +22,17 @@ def kept_key(key: jax.Array | None) -> Any:
     return jnp.array(jax.random.key_data(key), copy=True)
 
 
-def key_of_step(kept: Any, first: jax.Array | None) -> tuple[Any, Any]:
-    """Return the key of a step, and what the state keeps for the next one; if it keeps
-    none, None and the same.
+def key_of_step(kept: Any, first: jax.Array | None, caller: str) -> tuple[Any, Any]:
+    """Return the key of a step, and what the state keeps for the next one.
 
     `first` is the key that made the state.
     """
     if _trees.is_masked(kept):
-        return None, kept
+        raise ValueError(
+            f"`{caller}`: this state has no key, since it was made where everything is"
+            " rounded to nearest, and now some is rounded at random. Convert it:"
+            " `mpx.convert_state(params, state, old_tx, tx)`."
+        )
     impl = None if first is None else jax.random.key_impl(first)
     this_step, next_step = jax.random.split(jax.random.wrap_key_data(kept, impl=impl))
     return this_step, jax.random.key_data(next_step)

@@ -159,7 +159,9 @@ def low_precision_state(
         inner_state = with_measurements_of(wide, state.inner_state)
         if inner_state is not state.inner_state:
             assignment = assign(inner_state, patterns, min_size)
-        this_step, next_key = key_of_step(state.key, key)
+        this_step, next_key = None, state.key
+        if is_random:
+            this_step, next_key = key_of_step(next_key, key, "low_precision_state")
         stored = _store(wide, assignment, this_step, rounding)
         # Names stay as `init` gave them, which may have seen axes that are explicit.
         if has_boxes:

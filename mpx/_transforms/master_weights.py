@@ -146,6 +146,7 @@ def master_weights(
         )
     inner = run_in_float32(inner, dtype, "master_weights")
     key = None if key is None else _errors.one_key(key, "master_weights")
+    is_random = storage == "split24" or key is not None
 
     def storage_for(p) -> KeptWeight | None:  # None: the parameter is its own master
         if not _trees.is_narrower(p, dtype):
@@ -159,8 +160,7 @@ def master_weights(
     def init_fn(params):
         _require_single_rounding(params, dtype)
         stored = fresh_tree(params, storage_for)
-        has_key = storage == "split24" or key is not None
-        kept = kept_key(key) if has_key else optax.MaskedNode()
+        kept = kept_key(key) if is_random else optax.MaskedNode()
         return MasterWeightsState(stored, inner.init(params), kept)
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -172,7 +172,9 @@ def master_weights(
         updates, inner_state = inner.update(
             updates, state.inner_state, masters, **extra_args
         )
-        this_step, next_key = key_of_step(state.master_key, key)
+        this_step, next_key = None, state.master_key
+        if is_random:
+            this_step, next_key = key_of_step(next_key, key, "master_weights")
         updates, stored = land_tree(
             params, state.master, updates, storage_for, "master_weights", this_step
         )

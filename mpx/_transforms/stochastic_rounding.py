@@ -76,7 +76,7 @@ def stochastic_rounding(
             "stochastic_rounding", StochasticRoundingState, state, params, updates
         )
         _errors.require_differentiable(updates, "stochastic_rounding")
-        this_step, next_key = key_of_step(state.key, key)
+        this_step, next_key = key_of_step(state.key, key, "stochastic_rounding")
         leaves, treedef = jax.tree.flatten(_errors.trained(params, updates))
         # A key for each leaf: noise is a hash of key and number, so with one key equal
         # leaves would be rounded alike.
