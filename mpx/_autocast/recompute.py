@@ -206,8 +206,8 @@ def _extent(v: Any) -> tuple[int, int]:
 def run_activation(
     step: Step, operands: list[Any], run_plan: Run, settings: Settings
 ) -> list[Any]:
-    """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the
-    products round it.
+    """Run an activation in a checkpoint. It enters and leaves in 16 bits: the products
+    round it to them anyway.
     """
     plan: Any = step.plans[0]  # an `Activation`
     crossings = [Crossing(travels_in(tag, None, settings)) for tag in plan.in_tags]
