@@ -2,9 +2,8 @@
 
 JAX gives a gradient the dtype of its operand. So the derivative in the direction of an
 operand that wants a float32 gradient is a primitive of its own, which holds the program
-of the contraction and is linear in its first operand. JAX
-transposes it, but the result is float32. The contraction itself stays what it is: checkpoints and tools
-recognize it.
+of the contraction and is linear in its first operand. JAX transposes it, but the result
+is float32. The contraction itself stays what it is: checkpoints and tools recognize it.
 """
 
 import functools
