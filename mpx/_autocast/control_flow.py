@@ -2,8 +2,8 @@
 calls and shard maps.
 
 Each primitive has a `Handler` that plans it, says what it demands of its operands, and
-runs it. Values cross the border of a program as `border.py` says. Those that a loop
-carries or closes over stay float32, because their cotangents are added up over all
+runs it. Values cross the border of a program as `border.py` says. What a loop
+carries or closes over stays float32, because its cotangent is added up over all
 iterations.
 """
 

@@ -131,7 +131,7 @@ def run_in_8_bits(
 
         # d_lhs = g @ rhs.T and d_rhs = lhs.T @ g, of any axes.
         def gradient(i, a, b, contracted, axes):
-            """Return that of operand `i`, whose axes the product has in this order."""
+            """Return the one of operand `i`; the product has its axes in this order."""
             spec = [specs[i][axis] for axis in axes]
             dtype = np.dtype(np.float32) if wide[i] else RESULTS
             result = product(a, b, contracted, spec, dtype)

@@ -4,7 +4,7 @@ products of two matrices.
 A solver or a sampler that is called with the vector field or the density of one example
 maps it over a batch later. So such a product is a primitive of its own, with the
 derivatives of its float32 program. JAX's rule for a batch tells what the product
-becomes: that of two matrices runs in the compute dtype, any other one stays.
+becomes: a product of two matrices runs in the compute dtype, any other one stays.
 """
 
 import functools

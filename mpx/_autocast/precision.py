@@ -34,7 +34,7 @@ class ContractionPrecision:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether contractions are those of a plain float32 program."""
+        """Return whether contractions run as in a plain float32 program."""
         return not self.is_narrow and self.algorithm is None
 
 

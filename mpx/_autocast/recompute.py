@@ -10,7 +10,7 @@ import dataclasses
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.extend import source_info_util
 from mpx._autocast import rounding
 from mpx._autocast.border import Crossing, at_border, behind_border, travels_in
 from mpx._autocast.plan import Demand, Plan, Run, Settings, Step, walk
-from mpx._jaxprs import count_uses, is_f32, is_literal, open_jaxpr, part_of
+from mpx._jaxprs import Graph, count_uses, is_f32, is_literal, open_jaxpr, part_of
 from mpx._primitives import facts_of
 
 
@@ -49,16 +49,17 @@ def with_activations(plan: Plan, settings: Settings) -> Plan:
     """
     program = open_jaxpr(plan.jaxpr)
     uses = count_uses(program)
-    made_by = {
-        v: (i, step)
-        for i, step in enumerate(plan.steps)
-        if _is_cheap(step)
-        for v in step.eqn.outvars
-    }
+    graph = Graph(program)
+    cheap = {i for i, step in enumerate(plan.steps) if _is_cheap(step)}
+
+    def is_cheap(v):
+        return graph.number(v) in cheap
+
     new: dict[int, tuple[Step, ...]] = {}  # by ids of steps
     for user in filter(_rounds_an_activation, plan.steps):
         for v in user.eqn.invars[:2]:
-            members = _steps_to(v, made_by)
+            found = filter(is_cheap, graph.behind([v], is_cheap))
+            members = [plan.steps[i] for i in sorted(set(map(graph.number, found)))]
             activation = _activation(user, v, members, program, uses, settings)
             if activation is not None:
                 new |= {id(step): () for step in members}
@@ -98,18 +99,6 @@ def _is_cheap(step: Step) -> bool:
     return (
         facts.cheap and not is_asked_for and step.action in ("keep", "round_cotangent")
     )
-
-
-def _steps_to(result: Any, made_by: Mapping[Any, tuple[int, Step]]) -> list[Step]:
-    """Return the steps that lead to a value, in the order of the program."""
-    found, wanted = {}, [result]
-    while wanted:
-        v = wanted.pop()
-        if not is_literal(v) and v in made_by and made_by[v][0] not in found:
-            i, step = made_by[v]
-            found[i] = step
-            wanted += step.eqn.invars
-    return [step for _, step in sorted(found.items())]
 
 
 def _activation(
@@ -217,8 +206,8 @@ def _extent(v: Any) -> tuple[int, int]:
 def run_activation(
     step: Step, operands: list[Any], run_plan: Run, settings: Settings
 ) -> list[Any]:
-    """Run an activation in a checkpoint. It enters and leaves in 16 bits, to which the
-    products round it.
+    """Run an activation in a checkpoint. It enters and leaves in 16 bits: the products
+    round it to them anyway.
     """
     plan: Any = step.plans[0]  # an `Activation`
     crossings = [Crossing(travels_in(tag, None, settings)) for tag in plan.in_tags]

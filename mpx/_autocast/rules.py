@@ -8,9 +8,9 @@
 | `enter` | an operation that holds a program: the table is applied to that program |
 | `keep` | runs as traced, in float32: also what the table does not name |
 
-What follows runs as traced, but for two operations that move float32 values in 16 bits
-where nothing is lost: a transfer to other devices whose every use rounds the value, and
-a name by which a `jax.checkpoint` keeps a value that 16 bits have.
+What follows runs as traced, but for two operations. They move a float32 value in 16
+bits where that loses nothing: a transfer to other devices, if every use behind it
+rounds the value; and a name for `jax.checkpoint`, if 16 bits have the value.
 """
 
 import functools

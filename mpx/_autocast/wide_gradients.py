@@ -2,9 +2,8 @@
 
 JAX gives a gradient the dtype of its operand. So the derivative in the direction of an
 operand that wants a float32 gradient is a primitive of its own, which holds the program
-of the contraction and is linear in its first operand. Its transpose is that of JAX, but
-with a float32 result. The contraction itself stays what it is: checkpoints and tools
-recognize it.
+of the contraction and is linear in its first operand. JAX transposes it, but the result
+is float32. The contraction itself stays what it is: checkpoints and tools recognize it.
 """
 
 import functools
@@ -84,8 +83,8 @@ def run_program(*operands: Any, program: ClosedJaxpr, **_: Any) -> Any:
 def _derivative_jvp(
     primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any
 ) -> Any:
-    """Differentiate once more: in the direction of `x` alike, in that of the other
-    operand as JAX does.
+    """Differentiate once more: alike along `x`, and as JAX does along the other
+    operand.
     """
     (x, other, *rest), (of_x, of_other, *_) = primals, tangents
     parts = []
