@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, overload
 
 import optax
 
-from mpx._errors import hint_to_call
+from mpx._errors import hint_to_call, is_transformation
 
 P = ParamSpec("P")
 
@@ -81,14 +81,10 @@ def element(
         first = args[0] if args else ""
         # A function is a rule that was not called, and a number its learning rate: the
         # wrapper refuses both in words.
-        is_rule = (
-            _is_rule(first)
-            or inspect.isroutine(first)
-            or isinstance(first, (float, type(None)))
-        )
-        if is_rule or "inner" in kwargs:
+        is_meant = inspect.isroutine(first) or isinstance(first, float | None)
+        if is_meant or is_transformation(first) or "inner" in kwargs:
             return wrapper(*args, **kwargs)
-        if any(map(_is_rule, args)):
+        if any(map(is_transformation, args)):
             raise TypeError(
                 f"`{wrapper.__name__}` takes the rule first:"
                 f" `mpx.{wrapper.__name__}(rule, ...)`."
@@ -227,16 +223,12 @@ def _require_order(elements: Sequence[Any]) -> None:
                 )
 
 
-def _is_rule(x: Any) -> bool:
-    return hasattr(x, "init") and hasattr(x, "update")
-
-
 def _named(x: Any, i: int, count: int) -> str:
     """Return how an error names an element."""
     if isinstance(x, (Element, FinalUpdates)):
         return f"`{x.name}`"
     place = f"element {i + 1} of {count}"
-    if not _is_rule(x):
+    if not is_transformation(x):
         raise TypeError(
             "`mpx.chain` needs Optax transformations and elements of mpx, but got"
             f" {type(x).__name__} as {place}.{hint_to_call(x)}"

@@ -101,13 +101,11 @@ def checkpoint(
         def keep(x):
             return _kept.bind(x, format=kept) if is_encoded(x) else x
 
-        return fun(
-            *[
-                jax.tree.map(keep, arg) if i in chosen else arg
-                for i, arg in enumerate(args)
-            ],
-            **kwargs,
-        )
+        given = [
+            jax.tree.map(keep, arg) if i in chosen else arg
+            for i, arg in enumerate(args)
+        ]
+        return fun(*given, **kwargs)
 
     def keeps(primitive, *types, **params):
         return primitive is _kept or others(primitive, *types, **params)
@@ -123,18 +121,11 @@ def _divided(
     """
     (x,), format = eqn.invars, eqn.params["format"]
     # One around it keeps less.
-    if (
-        unknown[0]
-        or format is None
-        or saveable(_kept, x.aval, **eqn.params) is not True
-    ):
-        return (
-            None if unknown[0] else eqn,
-            eqn,
-            unknown,
-            [True],
-            [] if in_backward[0] or is_literal(x) else [x],
-        )
+    is_saved = saveable(_kept, x.aval, **eqn.params) is True
+    if unknown[0] or format is None or not is_saved:
+        first = None if unknown[0] else eqn
+        kept = [] if in_backward[0] or is_literal(x) else [x]
+        return first, eqn, unknown, [True], kept
     encode, decode = _coders(x.aval, format)
     with with_source_of(eqn), jax.disable_jit(False):
         program, (_, parts) = jax.make_jaxpr(
@@ -145,13 +136,8 @@ def _divided(
             *jax.tree.unflatten(jax.tree.structure(parts), [v.aval for v in codes])
         )
     first = program.eqns[0].replace(invars=[x], outvars=[*eqn.outvars, *codes])
-    return (
-        first,
-        again.eqns[0].replace(invars=codes, outvars=eqn.outvars),
-        [False],
-        [True],
-        codes,
-    )
+    second = again.eqns[0].replace(invars=codes, outvars=eqn.outvars)
+    return first, second, [False], [True], codes
 
 
 def _coders(
@@ -169,12 +155,14 @@ def _coders(
         for _ in range(of.ndim - 1):
             encode, decode = jax.vmap(encode), jax.vmap(decode)
 
-    def once(x):
-        return _kept.bind(x, format=None).astype(np.float32)
+    def encoded(x):
+        x = _kept.bind(x, format=None).astype(np.float32)
+        return placed_by_xla(encode, x, None)
 
-    return lambda x: placed_by_xla(encode, once(x), None), lambda *x: placed_by_xla(
-        decode, *x
-    ).astype(of.dtype)
+    def decoded(*codes):
+        return placed_by_xla(decode, *codes).astype(of.dtype)
+
+    return encoded, decoded
 
 
 def _derivative(
@@ -192,7 +180,8 @@ def _batched(operands: Any, at: Any, **params: Any) -> tuple[Any, int]:
     return _kept.bind(jnp.moveaxis(operands[0], at[0], 0), **params), 0
 
 
-# `format` is None where it is encoded, to see who differentiates that.
+# `format` is None where it is encoded, to see who differentiates that: JAX drops custom
+# derivatives in loops on the way to the second derivative.
 _kept = Primitive("kept_between_passes")
 _kept.def_impl(lambda x, **_: x)
 _kept.def_abstract_eval(lambda x, **_: x)

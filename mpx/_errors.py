@@ -109,15 +109,17 @@ def as_transformation(inner: Any, caller: str) -> optax.GradientTransformationEx
     if isinstance(inner, optax.MultiSteps):
         update: Any = inner.update
         inner = optax.GradientTransformationExtraArgs(inner.init, update)
-    if not (
-        callable(getattr(inner, "init", None))
-        and callable(getattr(inner, "update", None))
-    ):
+    if not is_transformation(inner):
         raise TypeError(
             f"`{caller}` needs an Optax gradient transformation, but got"
             f" {type(inner).__name__}.{hint_to_call(inner)}"
         )
     return optax.with_extra_args_support(inner)
+
+
+def is_transformation(x: Any) -> bool:
+    """Return whether this is a gradient transformation of Optax."""
+    return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
 
 
 def hint_to_call(given: Any) -> str:

@@ -164,6 +164,7 @@ def value_and_grad(
             _require_scale(
                 loss_scale, "parameters are float16, and so are their gradients"
             )
+        # Not a result of the function: a transformation may map it over examples.
         _, rest = _seed_and_rest(loss_scale, loss.dtype)
         grads = _named(_in_dtype(grads, dtype, rest), loss_scale)
         # Else a parameter may have uses that nobody sees.

@@ -22,9 +22,7 @@ from jax.typing import ArrayLike
 from mpx import _trees
 
 T = TypeVar("T")
-GRADIENTS = (  # the name of scaled gradients in a program, for `step_report`
-    "mpx.gradients"
-)
+GRADIENTS = "mpx.gradients"  # the name of scaled gradients, for `step_report`
 
 
 class LossScale:
@@ -78,7 +76,7 @@ class LossScale:
             export.register_pytree_node_serialization(
                 cls,
                 serialized_name=f"mpx.{cls.__name__}",
-                serialize_auxdata=_structure_as_bytes,
+                serialize_auxdata=lambda structure: json.dumps(structure).encode(),
                 deserialize_auxdata=_structure_from_bytes,
             )
 
@@ -88,11 +86,9 @@ class LossScale:
 
     def unscale(self, tree: T) -> T:
         """Divide the leaves, in float32 if they are narrower."""
-        return (
-            tree
-            if self.is_always_one
-            else _multiply(tree, self.loss_scale, inverse=True)
-        )
+        if self.is_always_one:
+            return tree
+        return _multiply(tree, self.loss_scale, inverse=True)
 
     def adjust(self, grads_finite: ArrayLike) -> "LossScale":
         """Return the value for the next step; `grads_finite` says whether all gradients
@@ -117,20 +113,12 @@ def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, An
     contents = {
         field.name: getattr(value, field.name) for field in dataclasses.fields(value)
     }
-    given = [
-        name
-        for name, content in contents.items()
-        if not isinstance(content, (int, float))
-    ]
+    given = [name for name, x in contents.items() if not isinstance(x, (int, float))]
     leaves = vars(value).get(_LEAVES, given)
     names = tuple(name for name in contents if name in leaves)
-    numbers = tuple(
-        (name, content) for name, content in contents.items() if name not in names
-    )
-    return [(jax.tree_util.GetAttrKey(name), contents[name]) for name in names], (
-        names,
-        numbers,
-    )
+    numbers = tuple((name, x) for name, x in contents.items() if name not in names)
+    children = [(jax.tree_util.GetAttrKey(name), contents[name]) for name in names]
+    return children, (names, numbers)
 
 
 def _unflatten(kind: type, structure: Any, leaves: Any) -> Any:
@@ -138,14 +126,9 @@ def _unflatten(kind: type, structure: Any, leaves: Any) -> Any:
     # into trees.
     names, numbers = structure
     value = object.__new__(kind)
-    object.__setattr__(value, _LEAVES, names)
-    for name, content in (*zip(names, leaves, strict=True), *numbers):
-        object.__setattr__(value, name, content)
+    vars(value).update(numbers, **{_LEAVES: names})
+    vars(value).update(zip(names, leaves, strict=True))
     return value
-
-
-def _structure_as_bytes(structure: Hashable) -> bytes:
-    return json.dumps(structure).encode()
 
 
 def _structure_from_bytes(data: bytes) -> Hashable:
@@ -162,9 +145,10 @@ def with_number(value: Any, loss_scale: Any) -> Any:
     if value.is_always_one:
         return value
     new = copy.copy(value)
-    object.__setattr__(new, "loss_scale", loss_scale)
-    if _LEAVES in vars(new):
-        object.__setattr__(new, _LEAVES, (*vars(new)[_LEAVES], "loss_scale"))
+    fields = vars(new)
+    fields["loss_scale"] = loss_scale
+    if _LEAVES in fields:
+        fields[_LEAVES] = (*fields[_LEAVES], "loss_scale")
     return new
 
 
@@ -172,13 +156,14 @@ def with_leaves_of(value: T, other: Any) -> T:
     """Return a loss scale with the settings of `value`, and with the leaves that
     `other` has in these fields.
     """
-    children, (names, numbers) = _flatten_with_keys(value)
-    leaves = jax.tree.map(
-        lambda mine, others: jnp.asarray(others, mine.dtype),
-        [child for _, child in children],
-        [getattr(other, name) for name in names],
-    )
-    return _unflatten(type(value), (names, numbers), leaves)
+    children, structure = _flatten_with_keys(value)
+    leaves = [
+        jax.tree.map(
+            lambda x, y: jnp.asarray(y, x.dtype), leaf, getattr(other, key.name)
+        )
+        for key, leaf in children
+    ]
+    return _unflatten(type(value), structure, leaves)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,26 +97,19 @@ def mixed_precision(
     policy = as_policy(policy, "mixed_precision")
     recipe = RECIPES.get(policy.recipe or "")
     tx: Any = _errors.as_transformation(inner, "mixed_precision")
-    stored = [policy.param_dtype, *(dtype for _, dtype in policy.overrides)]
-    is_narrow = any(np.dtype(dtype).itemsize < 4 for dtype in stored)
-    needs_scaling = any(
-        np.dtype(dtype) == np.float16 for dtype in (policy.compute_dtype, *stored)
-    )
-    is_wide = "stores no parameters below float32"
+    stored: list[Any] = [policy.param_dtype, *(dtype for _, dtype in policy.overrides)]
+    is_narrow = any(dtype.itemsize < 4 for dtype in stored)
+    needs_scaling = np.float16 in (policy.compute_dtype, *stored)
     says = "is a recipe, which says how weights are kept"
     is_wide = "stores no parameters below float32"
     is_unscaled = "has no float16 in it"
-    uses = {
-        "storage": (
-            storage,
-            is_narrow and recipe is None,
-            says if recipe else is_wide,
-        ),
-        "key": (key, is_narrow or recipe is not None, is_wide),
-        "loss_scale": (loss_scale, needs_scaling, is_unscaled),
-        "axis_name": (axis_name, needs_scaling, is_unscaled),
-    }
-    _require_use(policy, uses)
+    _require_use(
+        policy,
+        storage=(storage, is_narrow and not recipe, says if recipe else is_wide),
+        key=(key, is_narrow or recipe, is_wide),
+        loss_scale=(loss_scale, needs_scaling, is_unscaled),
+        axis_name=(axis_name, needs_scaling, is_unscaled),
+    )
     # Under a recipe of float32 parameters an override may store some in 16 bits.
     weights: Any = (recipe.weights if recipe else storage) or (
         "split" if is_narrow else None
@@ -124,13 +117,17 @@ def mixed_precision(
     moments = recipe.moments if recipe else None
     of_moments = None
     if recipe is not None and recipe.rounds_at_random:
-        key, of_moments = _two_keys(key, policy)
+        if key is None:
+            raise ValueError(
+                f"`mixed_precision`: the recipe {policy.recipe!r} rounds at random and"
+                " needs a PRNG key; add `key=jax.random.key(0)`."
+            )
+        key, of_moments = jax.random.split(_errors.one_key(key, "mixed_precision"))
     if recipe is not None and weights not in ("split24", "stochastic"):
         key = None  # so that the name of the recipe is all that changes
     if moments is not None:
-        tx = _with_moments(
-            tx, moments, policy, of_moments if moments == "4bit" else None
-        )
+        of_moments = of_moments if moments == "4bit" else None
+        tx = _with_moments(tx, moments, policy, of_moments)
     if updates_in_param_dtype and weights != "full":
         raise ValueError(
             "`mixed_precision`: `updates_in_param_dtype` needs full masters, which"
@@ -281,19 +278,10 @@ def _cast_variables(params: Any, cast: Callable[[Any], Any]) -> None:
         variable.set_value(value)
 
 
-def _two_keys(key: jax.Array | None, policy: Policy) -> jax.Array:
-    """Return a key for the weights and one for the moments; raise without a key."""
-    if key is None:
-        raise ValueError(
-            f"`mixed_precision`: the recipe {policy.recipe!r} rounds at random and"
-            " needs a PRNG key; add `key=jax.random.key(0)`."
-        )
-    return jax.random.split(_errors.one_key(key, "mixed_precision"))
-
-
-def _require_use(policy: Policy, uses: dict[str, tuple[Any, bool, str]]) -> None:
-    for argument, (given, needed, reason) in uses.items():
-        if given is not None and not needed:
+def _require_use(policy: Policy, **uses: tuple[Any, Any, str]) -> None:
+    """Raise for an argument that is given and not used, and say why it is not."""
+    for argument, (given, is_used, reason) in uses.items():
+        if given is not None and not is_used:
             raise ValueError(
                 f"`mixed_precision`: `{argument}` was given, but the policy"
                 f" {policy_text(policy)!r} {reason}, so it would do nothing. Leave it"

@@ -125,7 +125,7 @@ def examine() -> Diagnosis:
             versions,
             str(pathlib.Path(__file__).parent),
             dict(devices),
-            tuple(_claims()),
+            tuple(_check(*claim) for claim in _claims()),
             tuple(not_started),
         )
 
@@ -140,13 +140,12 @@ def _failing_plugins() -> Iterator[list[str]]:
     lines: list[str] = []
 
     def without_traceback(record):
-        if not record.exc_info or record.exc_info[1] is None:
-            return True
-        error = record.exc_info[1]
-        plugin = record.args[0] if record.args else "a plugin"
-        said = next(iter(str(error).split("\n")))
-        lines.append(f"{plugin}: {type(error).__name__}: {said[:200]}")
-        return False
+        error = record.exc_info and record.exc_info[1]
+        if error:
+            plugin = record.args[0] if record.args else "a plugin"
+            said = str(error).split("\n")[0]
+            lines.append(f"{plugin}: {type(error).__name__}: {said[:200]}")
+        return not error
 
     logger = logging.getLogger("jax._src.xla_bridge")
     logger.addFilter(without_traceback)
@@ -156,36 +155,25 @@ def _failing_plugins() -> Iterator[list[str]]:
         logger.removeFilter(without_traceback)
 
 
-def _claims() -> Iterator[Check]:
-    """Train a few weights with each kind of state, and round where a compiler may drop
-    a rounding.
+def _claims() -> Iterator[tuple[str, Callable[[], Any], Any]]:
+    """Yield what is claimed, and a function with the float32 numbers that it returns.
+
+    Train a few weights with each kind of state, and round where a compiler may drop a
+    rounding.
     """
-
-    def compensated(params, state):
-        return np.asarray(params).astype(_F32) + np.asarray(state.compensation).astype(
-            _F32
-        )
-
-    split = master_weights(optax.sgd(-1.0), storage="split")
-    yield _check(
-        "Kahan compensations keep 1,000 updates",
-        lambda: compensated(*_trained(kahan_summation())),
-        _SUMS,
-    )
-    yield _check(
-        "masters split in two keep 1,000 updates",
-        lambda: master_params(*_trained(split)),
-        _SUMS,
-    )
+    for name, tx in (
+        ("Kahan compensations keep 1,000 updates", kahan_summation()),
+        (
+            "masters split in two keep 1,000 updates",
+            master_weights(optax.sgd(-1.0), storage="split"),
+        ),
+    ):
+        yield name, partial(_trained, tx), _SUMS
     for dtype in (_BF16, np.dtype(np.float16)):
-        for name, program, operands, expected in _roundings(
-            dtype, partial(formats.round_to, dtype=dtype)
-        ):
-            yield _check(
-                f"`round_to` {dtype} {name}",
-                partial(jax.jit(program), *operands),
-                expected,
-            )
+        round_to = partial(formats.round_to, dtype=dtype)
+        for name, program, operands, expected in _roundings(dtype, round_to):
+            compute = partial(jax.jit(program), *operands)
+            yield f"`round_to` {dtype} {name}", compute, expected
 
 
 def _roundings(
@@ -207,34 +195,21 @@ def _roundings(
     def product(a, b):
         return round_to(lax.dot(a, b, preferred_element_type=_F32))
 
-    yield (
-        "after a product of 16-bit matrices",
-        product,
-        (
-            a.astype(dtype),
-            b.astype(dtype),
-        ),
-        kept((a @ b).astype(_F32)),
-    )
+    narrow = (a.astype(dtype), b.astype(dtype))
+    expected = kept((a @ b).astype(_F32))
+    yield "after a product of 16-bit matrices", product, narrow, expected
     # 1 added to an even number whose neighbour is 2 away is that number itself; the
     # second time too.
-    large, ones = (
-        np.full(8, 2.0 ** (jnp.finfo(dtype).nmant + 1), _F32),
-        np.ones(8, dtype),
-    )
+    large = np.full(8, 2.0 ** (jnp.finfo(dtype).nmant + 1), _F32)
 
     def once(x, y):
         return round_to(x.astype(_F32) + y.astype(_F32))
 
-    yield (
-        "between sums of 16-bit numbers",
-        lambda x, y: once(once(x, y), y),
-        (
-            large.astype(dtype),
-            ones,
-        ),
-        large,
-    )
+    def twice(x, y):
+        return once(once(x, y), y)
+
+    operands = (large.astype(dtype), np.ones(8, dtype))
+    yield "between sums of 16-bit numbers", twice, operands, large
     half = np.full(1, float(jnp.finfo(dtype).smallest_normal) / 2, _F32)
     yield "to a subnormal number", round_to, (half,), half
 
@@ -250,24 +225,22 @@ def _check(name: str, compute: Callable[[], Any], expected: np.ndarray) -> Check
     except Exception as error:  # on a machine where this fails, that is the finding
         return Check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
     wrong = int(np.sum(result.view(np.uint32) != expected.view(np.uint32)))
-    return Check(
-        name,
-        wrong == 0,
-        f"{wrong} of {expected.size} numbers are wrong" if wrong else "",
-    )
+    detail = f"{wrong} of {expected.size} numbers are wrong" if wrong else ""
+    return Check(name, not wrong, detail)
 
 
-def _trained(tx: optax.GradientTransformation) -> tuple[jax.Array, Any]:
-    """Return bfloat16 weights and the state after all steps, which are one program."""
+def _trained(tx: optax.GradientTransformation) -> Any:
+    """Return the float32 masters of bfloat16 weights after all steps, which are one
+    program.
+    """
 
     def step(carry, gradients):
         params, state = carry
         updates, state = tx.update(gradients, state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    train = jax.jit(
-        lambda params, gradients: lax.scan(step, (params, tx.init(params)), gradients)[
-            0
-        ]
-    )
-    return train(jnp.ones(_UPDATES.shape, _BF16), np.tile(_UPDATES, (_STEPS, 1)))
+    def train(params, gradients):
+        return lax.scan(step, (params, tx.init(params)), gradients)[0]
+
+    params = jnp.ones(_UPDATES.shape, _BF16)
+    return master_params(*jax.jit(train)(params, np.tile(_UPDATES, (_STEPS, 1))))

@@ -146,21 +146,20 @@ def memory(
     }
     totals, left = sum(widths.values()), np.zeros(len(by_name))
     with style():
-        axes = (
-            plt.subplots(figsize=(_WIDTH, 2.2 + 0.3 * len(by_name)))[1]
-            if axes is None
-            else axes
-        )
+        axes = axes or plt.subplots(figsize=(_WIDTH, 2.2 + 0.3 * len(by_name)))[1]
         for i, (kind, row) in enumerate(widths.items()):
             if row.any():
-                look = {
-                    "color": _COLORS[i],
-                    "edgecolor": "white",
-                    "hatch": _HATCHES[i],
-                    "linewidth": 0,
-                }
-                label = kind if row.max() >= _VISIBLE * np.max(totals) else "_"
-                bars = axes.barh(range(len(row)), row, 0.65, left, label=label, **look)
+                bars = axes.barh(
+                    range(len(row)),
+                    row,
+                    0.65,
+                    left,
+                    label=kind if row.max() >= _VISIBLE * np.max(totals) else "_",
+                    color=_COLORS[i],
+                    edgecolor="white",
+                    hatch=_HATCHES[i],
+                    linewidth=0,
+                )
                 left = left + row
         axes.bar_label(bars, [f"{total:.4g}" for total in left], padding=4)
         axes.set(
@@ -208,11 +207,8 @@ def exponents(
     """
     own, shift = "f16", 0
     if isinstance(histogram, UnderflowReport):
-        own, shift, histogram = (
-            histogram.dtype,
-            round(math.log2(histogram.recommended_scale)),
-            histogram.histogram,
-        )
+        own, shift = histogram.dtype, round(math.log2(histogram.recommended_scale))
+        histogram = histogram.histogram
     dtype = format_of(own if dtype is None else dtype, "exponents")
     counts = np.asarray(histogram.counts)
     (places,) = np.nonzero(counts)
@@ -227,41 +223,25 @@ def exponents(
         np.log2(edges_of(dtype)[1:4].view(np.float32)), EXPONENTS.stop
     )
     with style():
-        axes = plt.subplots(figsize=(_WIDTH, 4.2))[1] if axes is None else axes
-        axes.axvspan(
-            normal,
-            infinite,
-            color=BLUE,
-            alpha=0.25,
-            linewidth=0,
-            label=f"normal in {dtype}",
-        )
-        axes.axvspan(
-            subnormal,
-            normal,
-            color=BLUE,
-            alpha=0.1,
-            linewidth=0,
-            label="subnormal: fewer bits",
-        )
+        axes = axes or plt.subplots(figsize=(_WIDTH, 4.2))[1]
+        for start, end, alpha, label in (
+            (normal, infinite, 0.25, f"normal in {dtype}"),
+            (subnormal, normal, 0.1, "subnormal: fewer bits"),
+        ):
+            axes.axvspan(start, end, color=BLUE, alpha=alpha, linewidth=0, label=label)
         axes.bar(places, heights, 1.0, align="edge", color=GREEN, label="numbers")
         if shift:
-            look = {
-                "fill": False,
-                "edgecolor": VERMILLION,
-                "label": f"numbers times $2^{{{shift}}}$",
-            }
-            axes.bar(places + shift, heights, 1.0, align="edge", **look)
+            label, moved = f"numbers times $2^{{{shift}}}$", places + shift
+            look: Any = {"fill": False, "edgecolor": VERMILLION, "label": label}
+            axes.bar(moved, heights, 1.0, align="edge", **look)
         shown = [subnormal, infinite, *places, *places + 1, *places + shift + 1]
         axes.set(xlabel="magnitude", xlim=(min(shown) - 2, max(shown) + 2))
         axes.set(ylabel="how many", yscale="log", ylim=(0.5, 2 * heights.max()))
-        others = (
-            f"{int(histogram.zeros):,} zeros and {int(histogram.nonfinite):,} infinite"
-            " or NaN"
+        title = (
+            f"{int(counts.sum()):,} numbers, besides {int(histogram.zeros):,} zeros and"
+            f" {int(histogram.nonfinite):,} infinite or NaN"
         )
-        axes.set_title(
-            f"{int(counts.sum()):,} numbers, besides {others}", fontsize="medium"
-        )
+        axes.set_title(title, fontsize="medium")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.xaxis.set_major_formatter("$2^{{{x:g}}}$")
         _add_legend(axes)

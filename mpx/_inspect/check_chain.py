@@ -90,11 +90,9 @@ def check_chain(
     for examples in ((), (2,)):
 
         def of(p, n=examples):
-            return (
-                jax.ShapeDtypeStruct((*n, *p.shape), np.float32)
-                if _trees.is_floating(p)
-                else p
-            )
+            if not _trees.is_floating(p):
+                return p
+            return jax.ShapeDtypeStruct((*n, *p.shape), np.float32)
 
         grads = jax.tree.map(of, trained)
         try:
@@ -115,30 +113,25 @@ def check_chain(
             f" other arguments that `tx.update` needs. {type(errors[0]).__name__}:"
             f" {errors[0]}"
         ) from errors[0]
-    inputs = [Value(GRADIENT)] * len(jax.tree.leaves(grads)) + [Value(OLD)] * len(
-        jax.tree.leaves(state)
-    )
+    inputs = [Value(GRADIENT) for _ in jax.tree.leaves(grads)]
+    inputs += [Value(OLD) for _ in jax.tree.leaves(state)]
     results, received, _ = followed(program, inputs)
-    _require_linear_gradients(received[SCALED])
-    _require_no_sums(received[UNSCALED])
+    _require_linear_gradients(received[SCALED], received[UNSCALED])
     leaves = _trees.leaves_by_path(updates)
-    histories = dict(zip(leaves, results, strict=False))
+    histories = {
+        path: value
+        for (path, leaf), value in zip(leaves.items(), results, strict=False)
+        if _trees.is_floating(leaf)
+    }
     states = leaves_of(state)
     if received[SCALED]:
-        _require_unscaled_gradients(
-            {
-                path: histories[path]
-                for path in leaves
-                if _trees.is_floating(leaves[path])
-            }
-        )
+        _require_unscaled_gradients(histories)
     if any(received.values()):
         require_no_state_behind(states, "check_chain")
     _require_nothing_added(histories)
     _require_final_updates(histories)
-    after = dict(
-        zip(_trees.leaves_by_path(new_state), results[len(leaves) :], strict=True)
-    )
+    of_state = _trees.leaves_by_path(new_state)
+    after = dict(zip(of_state, results[len(leaves) :], strict=True))
     _require_masters(tx, trained if is_given else None)
     _require_no_lost_updates(states, histories, after)
     _require_wide_state_before_masters(states)
@@ -156,9 +149,8 @@ class Value(NamedTuple):
     # values: `OLD` if it is what the state held before the step, `ZERO` if it is zero
     # everywhere, else empty.
     origin: str = ""
-    changed_by: str = (
-        ""  # the first primitive, or transformation, that changed it where nothing may
-    )
+    # The first primitive, or transformation, that changed it where nothing may.
+    changed_by: str = ""
     is_mask: bool = False  # whether it is a boolean, perhaps in a numeric dtype
     zeros: int = 0  # how often it was selected against zero
     olds: int = 0  # how often it was selected against what the state held
@@ -198,11 +190,8 @@ def followed(
         return [TRANSFER.get(name, _computed)(eqn, operands)] * len(eqn.outvars)
 
     def constant(v):
-        return (
-            Value(ZERO)
-            if is_literal(v) and np.ndim(v.val) == 0 and v.val == 0
-            else _OTHER
-        )
+        is_zero = is_literal(v) and np.ndim(v.val) == 0 and v.val == 0
+        return Value(ZERO) if is_zero else _OTHER
 
     rest = [_OTHER] * (len(program.in_avals) - len(inputs))
     return propagate(program, inputs + rest, rule, constant), received, landed
@@ -375,22 +364,13 @@ def _require_masters(tx: optax.GradientTransformation, params: Any) -> None:
         )
 
 
-def _require_no_sums(received: Sequence[Value]) -> None:
-    """Raise if something in front of a scale of 1 adds gradients up over steps."""
-    if any(value.is_summed for value in received):
-        raise ValueError(
-            "`check_chain`: gradients reach `loss_scaling` as a mean over steps, which"
-            " never loses a NaN, so that every later step is skipped. Put it inside:"
-            " `loss_scaling(optax.MultiSteps(...))`."
-        )
-
-
-def _require_linear_gradients(received: Sequence[Value]) -> None:
+def _require_linear_gradients(
+    scaled: Sequence[Value], unscaled: Sequence[Value]
+) -> None:
     """Raise if something in front of `loss_scaling` is not linear in the gradients, or
-    adds them up over steps.
+    in front of a scale of 1 adds them up over steps.
     """
-    changed = [value for value in received if value.origin == GRADIENT]
-    by = _leading(changed).changed_by
+    by = _leading([value for value in scaled if value.origin == GRADIENT]).changed_by
     if by:
         raise ValueError(
             f"`check_chain`: gradients reach `loss_scaling` scaled, but `{by}` in front"
@@ -398,6 +378,12 @@ def _require_linear_gradients(received: Sequence[Value]) -> None:
             " mean over steps never loses a NaN (or, if it skips those, the scale"
             " never sees one, and never shrinks). Put it inside:"
             " `loss_scaling(optax.chain(...))`, `loss_scaling(optax.MultiSteps(...))`."
+        )
+    if any(value.is_summed for value in unscaled):
+        raise ValueError(
+            "`check_chain`: gradients reach `loss_scaling` as a mean over steps, which"
+            " never loses a NaN, so that every later step is skipped. Put it inside:"
+            " `loss_scaling(optax.MultiSteps(...))`."
         )
 
 
@@ -461,14 +447,11 @@ def _require_no_lost_updates(
         and leaf.owner in WRITES_BACK
         and leaf.path_of_parameter in updates
     ]
-
-    def is_lost(value, kept):
-        return not value.is_final or value.zeros > kept.olds
-
     lost = [
         leaf
         for leaf in kept
-        if is_lost(updates[leaf.path_of_parameter], after[leaf.path])
+        if not (update := updates[leaf.path_of_parameter]).is_final
+        or update.zeros > after[leaf.path].olds
     ]
     if lost:
         author = WRITES_BACK[lost[0].owner]

@@ -292,10 +292,9 @@ def _first_nonfinite(grads: Any, axis_name: Any) -> jax.Array:
     # Without the barrier XLA fuses the sums over all gradients into the choice of every
     # leaf: a program for a CPU with 150 leaves takes five times as long to compile.
     flags = lax.optimization_barrier(finite_flags(grads))
-    if not flags.size:
-        return jnp.full((), -1, np.int32)
     nowhere = np.int32(flags.size)
-    first = jnp.where(flags, nowhere, np.arange(flags.size, dtype=np.int32)).min()
+    places = jnp.where(flags, nowhere, np.arange(flags.size, dtype=np.int32))
+    first = places.min(initial=nowhere)
     if axis_name is not None:
         # Else one device skips the step and another takes it, and their weights part.
         first = lax.pmin(first, axis_name)

@@ -219,12 +219,9 @@ def _store(
     """Encode the rule's state to keep it until the next step; with a key, round at
     random what is to be.
     """
-    keys = (
-        itertools.repeat(None)
-        if key is None
-        else iter(jax.random.split(key, len(assignment)))
-    )
-
+    keys = itertools.repeat(None)
+    if key is not None:
+        keys = iter(jax.random.split(key, len(assignment)))
     numbers = itertools.count()
 
     def keep(node):  # an array, or a box of Flax with one
@@ -235,11 +232,8 @@ def _store(
         key = next(keys)
         # Beside `Blockwise4bit` all others are rounded to nearest, unless the user
         # wants them at random too.
-        kept = store(
-            node,
-            format,
-            key if rounding == "stochastic" or format.rounds_at_random else None,
-        )
+        is_at_random = rounding == "stochastic" or format.rounds_at_random
+        kept = store(node, format, key if is_at_random else None)
         if is_stored(kept) and kept.shape != leaf.shape:
             name = type(format).__name__
             raise TypeError(
@@ -276,9 +270,7 @@ def _require_sound_rounding(
             '`low_precision_state`: `rounding="stochastic"` needs a PRNG key; add'
             " `key=jax.random.key(0)`."
         )
-    if rounding == "stochastic" and all(
-        chosen == FLOAT32 for chosen in patterns.values()
-    ):
+    if rounding == "stochastic" and set(patterns.values()) == {FLOAT32}:
         raise ValueError(
             "`low_precision_state`: every format is float32, so stochastic rounding"
             " would do nothing."

@@ -23,11 +23,7 @@ from mpx._stored.weights import (
     require_kept,
     restore_tree,
 )
-from mpx._transforms.upcast import (
-    require_no_rounding_inside,
-    run_in_float32,
-    upcast_tree,
-)
+from mpx._transforms.upcast import run_in_float32
 
 Storage = Literal["full", "split", "split24"]
 _LOW_BITS = {
@@ -164,11 +160,7 @@ def master_weights(
     def init_fn(params):
         _require_single_rounding(params, dtype)
         stored = fresh_tree(params, storage_for)
-        inner_state = inner.init(upcast_tree(params, dtype))
-        # Asked here: the rule sees float32 parameters, so that what rounds inside of it
-        # has nothing to say.
-        require_no_rounding_inside(inner_state, params, dtype, "master_weights")
-        return MasterWeightsState(stored, inner_state, kept_key(key))
+        return MasterWeightsState(stored, inner.init(params), kept_key(key))
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_step("master_weights", MasterWeightsState, state, params)
@@ -189,16 +181,13 @@ def master_weights(
 
 
 def _require_single_rounding(params: Any, dtype: np.dtype) -> None:
-    leaves = _trees.leaves_by_path(params)
     wrong = {
         path: _trees.dtype_and_shape(leaf)
-        for path, leaf in leaves.items()
-        if _trees.is_narrower(leaf)
+        for path, leaf in _trees.leaves_by_path(params).items()
+        if dtype == np.float64 and _trees.is_narrower(leaf)
     }
-    if wrong and dtype == np.float64:
-        what = (
-            "`master_weights`: float64 masters of 16-bit parameters would be rounded"
-            " twice"
-        )
-        remedy = "Use `dtype=jnp.float32`, or store these parameters in float32."
-        _errors.refuse(wrong, what, remedy)
+    what = (
+        "`master_weights`: float64 masters of 16-bit parameters would be rounded twice"
+    )
+    remedy = "Use `dtype=jnp.float32`, or store these parameters in float32."
+    _errors.refuse(wrong, what, remedy)

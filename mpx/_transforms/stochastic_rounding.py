@@ -81,13 +81,8 @@ def stochastic_rounding(key: jax.Array) -> optax.GradientTransformationExtraArgs
         # A key for each leaf: noise is a hash of key and number, so with one key equal
         # leaves would be rounded alike.
         keys = jax.random.split(this_step, len(leaves))
-        new_updates = [
-            _step(keys[i], p, u)
-            for i, (p, u) in enumerate(
-                zip(leaves, treedef.flatten_up_to(updates), strict=True)
-            )
-        ]
-        return treedef.unflatten(new_updates), StochasticRoundingState(next_key)
+        new = map(_step, keys, leaves, treedef.flatten_up_to(updates))
+        return treedef.unflatten(new), StochasticRoundingState(next_key)
 
     return FinalUpdates.of((init_fn, update_fn), "stochastic_rounding")
 

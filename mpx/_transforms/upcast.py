@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
@@ -69,7 +68,7 @@ def run_in_float32(
     def init_fn(params):
         wide = upcast_tree(params, dtype)
         state = inner.init(wide)
-        require_no_rounding_inside(state, params, dtype, caller)
+        _require_no_rounding_inside(state, params, dtype, caller)
         return stable_state(state, wide)
 
     def update_fn(updates, state, params=None, **extra_args):
@@ -94,7 +93,7 @@ def run_in_float32(
     )
 
 
-def require_no_rounding_inside(
+def _require_no_rounding_inside(
     state: Any, params: Any, dtype: np.dtype, caller: str
 ) -> None:
     """Raise if what rounds for 16-bit parameters stands inside a wrapper that hides
@@ -116,10 +115,8 @@ def _require_state_of(inner: Any, state: Any, params: Any, caller: str) -> None:
     """
     if params is None:
         return
-    made, got = (
-        _trees.leaves_by_path(tree, is_stored)
-        for tree in (jax.eval_shape(inner.init, params), state)
-    )
+    made = _trees.leaves_by_path(jax.eval_shape(inner.init, params), is_stored)
+    got = _trees.leaves_by_path(state, is_stored)
 
     def fits(x, y):
         if is_stored(x) or is_stored(y):
@@ -168,11 +165,7 @@ def stable_state(state: T, params: Any) -> T:
     def stable(leaf):
         if isinstance(leaf, (bool, int, float)) or getattr(leaf, "weak_type", False):
             return lax.convert_element_type(leaf, jnp.asarray(leaf).dtype)
-        if (
-            id(leaf) in taken
-            and isinstance(leaf, jax.Array)
-            and not isinstance(leaf, Tracer)
-        ):
+        if id(leaf) in taken and isinstance(leaf, jax.Array):
             return jnp.array(leaf, copy=True)
         taken.add(id(leaf))
         return leaf
@@ -199,16 +192,12 @@ def keep_types(old: T, new: T) -> T:
             for kind in _KINDS
         )
         if got.shape != wanted.shape or not is_of_kind:
-            hint = (
-                " Is a mean of gradients over examples missing?"
-                if got.shape != wanted.shape
-                else ""
-            )
+            hint = " Is a mean of gradients over examples missing?"
             raise TypeError(
                 "The wrapped rule changed its state at"
                 f" {_trees.path_string(path)!r} from"
-                f" {_trees.dtype_and_shape(wanted)} to"
-                f" {_trees.dtype_and_shape(got)}.{hint}"
+                f" {_trees.dtype_and_shape(wanted)} to {_trees.dtype_and_shape(got)}."
+                f"{hint if got.shape != wanted.shape else ''}"
             )
         return lax.convert_element_type(after, wanted.dtype)
 
@@ -219,16 +208,15 @@ def with_measurements_of(new: Any, old: T) -> T:
     """Return an old state with the measurements of the new one where it has none:
     `optax.monitor` begins without, so that its state has another structure.
     """
-
-    def is_monitor(node):
-        return isinstance(node, optax.MonitorState)
-
-    nodes, treedef = jax.tree.flatten(old, is_leaf=is_monitor)
-    if all(node.measurements for node in filter(is_monitor, nodes)):
+    kind = optax.MonitorState
+    if all(node.measurements for node in _trees.find_states(old, kind)):
         return old
-    others = filter(is_monitor, jax.tree.leaves(new, is_leaf=is_monitor))
-    for i, node in enumerate(nodes):
-        if is_monitor(node):
-            measured = next(others).measurements
-            nodes[i] = node._replace(measurements=node.measurements or measured)
-    return treedef.unflatten(nodes)
+    measured = iter(_trees.find_states(new, kind))
+
+    def filled(node):
+        if not isinstance(node, kind):
+            return node
+        measurements = next(measured).measurements
+        return node._replace(measurements=node.measurements or measurements)
+
+    return jax.tree.map(filled, old, is_leaf=lambda x: isinstance(x, kind))

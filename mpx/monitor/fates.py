@@ -27,12 +27,7 @@ from mpx._shardings import explicit_sharding, in_auto
 EXPONENTS = range(-149, 128)
 
 # Of numbers that are rounded to a format.
-FATES = (
-    "zero",
-    "subnormal",
-    "normal",
-    "infinite",
-)
+FATES = ("zero", "subnormal", "normal", "infinite")
 _FORMATS = (
     np.float16,
     ml_dtypes.bfloat16,
@@ -71,12 +66,10 @@ def floating_leaves(*trees: Any) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the floating leaves of a tree by their names, each with the leaves that
     stand there in the other trees.
     """
-    leaves, names = (
-        [_trees.leaves_by_path(tree) for tree in trees],
-        _trees.path_names(trees[0]),
-    )
+    leaves = [_trees.leaves_by_path(tree) for tree in trees]
     columns = (
-        (names[path], tuple(tree.get(path) for tree in leaves)) for path in leaves[0]
+        (name, tuple(tree.get(path) for tree in leaves))
+        for path, name in _trees.path_names(trees[0]).items()
     )
     return [
         (name, column)
@@ -98,11 +91,9 @@ def edges_of(dtype: np.dtype, scale: float = 1.0) -> np.ndarray:
     def fate_of(bits: int) -> int:
         magnitude = float(np.uint32(bits).view(np.float32)) * scale
         rounded = float(np.float64(magnitude).astype(dtype))
-        return (
-            3
-            if not math.isfinite(rounded)
-            else int(rounded > 0) + int(rounded >= smallest_normal)
-        )
+        if not math.isfinite(rounded):
+            return 3
+        return (rounded > 0) + (rounded >= smallest_normal)
 
     with np.errstate(over="ignore", under="ignore"):
         begins = [
@@ -132,11 +123,7 @@ def fates_of(x: ArrayLike, edges: jax.Array | np.ndarray) -> jax.Array:
     """Return the kind of each number: the place of its fate in `FATES`, from 1, by the
     edges of a format.
     """
-    magnitudes = magnitudes_of(x)
-    is_beyond = [
-        (magnitudes >= edges[i]).astype(np.int32) for i in range(len(FATES) + 1)
-    ]
-    return sum(is_beyond[1:], is_beyond[0])
+    return jnp.searchsorted(edges, magnitudes_of(x), "right", method="compare_all")
 
 
 def exponents_of(x: ArrayLike) -> jax.Array:
@@ -175,9 +162,8 @@ def count(kinds: jax.Array, how_many: int) -> jax.Array:
     for _ in range(kept):
         counted = jax.vmap(counted)
     if sharding := explicit_sharding(kinds):
-        counted = in_auto(
-            counted, sharding.mesh, NamedSharding(sharding.mesh, PartitionSpec())
-        )
+        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+        counted = in_auto(counted, sharding.mesh, everywhere)
     return counted(kinds).reshape(-1, how_many)
 
 

@@ -169,7 +169,7 @@ def watch(measures: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
 
     This is `optax.monitor` with measurements that begin as zeros and keep their dtypes.
     There they begin with the first update: so its state is no carry of a
-    `jax.lax.scan`, the step compiles twice, and `mpx.loss_scaling` refuses it.
+    `jax.lax.scan`, and the step compiles twice.
 
     Args:
         measures: by name, functions of the updates, or transformations whose `update`

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from mpx._loss_scale import LossScale, is_power_of_two
-from mpx._tables import Result, Table
+from mpx._tables import Result, Table, json_values
 from mpx.monitor import fates
 from mpx.monitor.fates import EXPONENTS, ExponentHistogram
 
@@ -111,16 +111,10 @@ class UnderflowReport(Result):
         that occur to their counts.
         """
         counts, zeros, nonfinite = self.histogram
-        occurring = {
-            str(e): int(count)
-            for e, count in zip(EXPONENTS, counts, strict=True)
-            if count
-        }
-        return super().as_dict() | {
-            "histogram": occurring,
-            "zeros": int(zeros),
-            "nonfinite": int(nonfinite),
-        }
+        occurring = {e: n for e, n in zip(EXPONENTS, counts, strict=True) if n}
+        return super().as_dict() | json_values(
+            {"histogram": occurring, "zeros": zeros, "nonfinite": nonfinite}
+        )
 
     def _parts(self) -> Iterator[Table | str]:
         counts, zeros, nonfinite = self.histogram
