@@ -22,8 +22,10 @@ def kept_key(key: jax.Array | None) -> Any:
     return jnp.array(jax.random.key_data(key), copy=True)
 
 
-def key_of_step(kept: Any, first: jax.Array | None, caller: str) -> tuple[Any, Any]:
-    """Return the key of a step, and what the state keeps for the next one.
+def keys_of_step(
+    kept: Any, first: jax.Array | None, count: int, caller: str
+) -> tuple[jax.Array, Any]:
+    """Return keys for the parts of a step, and what the state keeps for the next one.
 
     `first` is the key that made the state.
     """
@@ -34,13 +36,17 @@ def key_of_step(kept: Any, first: jax.Array | None, caller: str) -> tuple[Any, A
             " `mpx.convert_state(params, state, old_tx, tx)`."
         )
     impl = None if first is None else jax.random.key_impl(first)
-    this_step, next_step = jax.random.split(jax.random.wrap_key_data(kept, impl=impl))
-    return this_step, jax.random.key_data(next_step)
+    # Together: XLA for GPUs makes a kernel for each call, and compiles a second.
+    keys = jax.random.split(jax.random.wrap_key_data(kept, impl=impl), count + 1)
+    return keys[1:], jax.random.key_data(keys[0])
 
 
 def noise_for(key: jax.Array, x: jax.Array) -> jax.Array:
     """Return 32 random bits (uint32) for each number of a float32 array: a hash of the
     key and of the number. The highest bits are the most random.
+
+    The data of the key are random themselves, as those of `jax.random.split` are: to
+    draw others would be a kernel more for each leaf.
 
     For each number they are uniform over keys, and for two numbers independent: the
     variance of a sum is that of independent noise. Equal numbers get equal bits. So
@@ -51,7 +57,7 @@ def noise_for(key: jax.Array, x: jax.Array) -> jax.Array:
     they lack: in one step of some hundreds, hundreds of neighbouring numbers go up or
     down together.
     """
-    first, second = jax.random.bits(key, (2,), np.uint32)
+    first, second = jax.random.key_data(key)[:2]
     # Leave out the last 4 bits: numbers that differ by an error of rounding, on other
     # devices say, get the same noise.
     return (x.view(np.uint32) >> 4) * (first | 1) + second

@@ -45,8 +45,8 @@ class StateFormat(abc.ABC):
 
         Codes may have another shape than the array: two codes of 4 bits fit into a
         byte. `zero1` shards codes and scales like the parameter if they have the axes
-        of the array; only the last may be shorter. There is a `key` if rounding is
-        stochastic. Scales may be None.
+        of the array; only the last may be shorter. There is a `key`, of
+        `jax.random.split`, if rounding is stochastic. Scales may be None.
         """
 
     @abc.abstractmethod
@@ -127,14 +127,16 @@ class StoredLeaf:
         return placed_by_xla(self.format.decode, *self._arrays()).astype(np.float32)
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> "StoredLeaf":
-        """Return a leaf that keeps another array of this shape in the same format; a
-        format that rounds at random needs a key.
+        """Return a leaf that keeps another array of this shape in the same format,
+        rounded to nearest, or at random with a key.
         """
         if x.shape != self.shape:
             raise ValueError(
                 f"`StoredLeaf.encode` needs an array of {list(self.shape)}, but got"
                 f" {_trees.dtype_and_shape(x)}."
             )
+        if key is not None:
+            (key,) = jax.random.split(key, 1)  # its data are random: see `noise_for`
         parts = placed_by_xla(self.format.encode, x.astype(np.float32), key)
         return jax.tree.structure(self).unflatten(jax.tree.leaves(parts))
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _flax, _trees
 from mpx._chain import element
-from mpx._noise import kept_key, key_of_step
+from mpx._noise import kept_key, keys_of_step
 from mpx._stored.assignment import (
     Assignment,
     assign,
@@ -22,6 +22,7 @@ from mpx._stored.assignment import (
     require_sound_formats,
     require_stored_as_assigned,
 )
+from mpx._stored.blocks import BlockFormat
 from mpx._stored.blockwise import Blockwise4bit
 from mpx._stored.leaves import leaves_of
 from mpx._stored.roles import register_state
@@ -159,10 +160,11 @@ def low_precision_state(
         inner_state = with_measurements_of(wide, state.inner_state)
         if inner_state is not state.inner_state:
             assignment = assign(inner_state, patterns, min_size)
-        this_step, next_key = None, state.key
+        keys, next_key = None, state.key
         if is_random:
-            this_step, next_key = key_of_step(next_key, key, "low_precision_state")
-        stored = _store(wide, assignment, this_step, rounding)
+            count = len(assignment) + 1
+            keys, next_key = keys_of_step(state.key, key, count, "low_precision_state")
+        stored = _store(wide, assignment, keys, rounding)
         # Names stay as `init` gave them, which may have seen axes that are explicit.
         if has_boxes:
             stored = jax.tree.unflatten(
@@ -218,23 +220,24 @@ def _load(state: Any, assignment: Assignment, boxed: Any) -> Any:
 def _store(
     state: Any,
     assignment: Assignment,
-    key: jax.Array | None,
+    keys: jax.Array | None,
     rounding: Rounding | None,
 ) -> Any:
-    """Encode the rule's state to keep it until the next step; with a key, round at
-    random what is to be.
+    """Encode the rule's state to keep it until the next step; with keys, one more than
+    leaves, round at random what is to be.
     """
-    keys = itertools.repeat(None)
-    if key is not None:
-        keys = iter(jax.random.split(key, len(assignment)))
-    numbers = itertools.count()
+    # The noise of blocks is a hash of key and number, so they share a key. Then the
+    # kernels of all leaves share their scalars.
+    of_blocks, *others = [None] * (len(assignment) + 1) if keys is None else keys
+    of_leaves, numbers = iter(others), itertools.count()
 
     def keep(node):  # an array, or a box of Flax with one
         assigned = [assignment.get(next(numbers)) for _ in jax.tree.leaves(node)]
         if len(assigned) != 1 or assigned[0] is None or assigned[0].format == FLOAT32:
             return node
         format, (leaf,) = assigned[0].format, jax.tree.leaves(node)
-        key = next(keys)
+        key = next(of_leaves)
+        key = of_blocks if isinstance(format, BlockFormat) else key
         is_random = rounding == "stochastic" or format.rounds_at_random
         kept = store(node, format, key if is_random else None)
         if is_stored(kept) and kept.shape != leaf.shape:

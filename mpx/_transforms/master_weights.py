@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._chain import FinalUpdates, element
-from mpx._noise import kept_key, key_of_step
+from mpx._noise import kept_key, keys_of_step
 from mpx._stored.roles import register_state
 from mpx._stored.weights import (
     KeptWeight,
@@ -174,7 +174,7 @@ def master_weights(
         )
         this_step, next_key = None, state.master_key
         if is_random:
-            this_step, next_key = key_of_step(next_key, key, "master_weights")
+            (this_step,), next_key = keys_of_step(next_key, key, 1, "master_weights")
         updates, stored = land_tree(
             params, state.master, updates, storage_for, "master_weights", this_step
         )

@@ -10,7 +10,7 @@ import optax
 
 from mpx import _errors, _trees, formats
 from mpx._chain import FinalUpdates
-from mpx._noise import kept_key, key_of_step
+from mpx._noise import kept_key, keys_of_step
 from mpx._stored.roles import register_state
 from mpx._writeback import landing_update
 
@@ -76,11 +76,10 @@ def stochastic_rounding(
             "stochastic_rounding", StochasticRoundingState, state, params, updates
         )
         _errors.require_differentiable(updates, "stochastic_rounding")
-        this_step, next_key = key_of_step(state.key, key, "stochastic_rounding")
         leaves, treedef = jax.tree.flatten(_errors.trained(params, updates))
-        # A key for each leaf: noise is a hash of key and number, so with one key equal
-        # leaves would be rounded alike.
-        keys = jax.random.split(this_step, len(leaves))
+        keys, next_key = keys_of_step(
+            state.key, key, len(leaves), "stochastic_rounding"
+        )
         new = map(_step, keys, leaves, treedef.flatten_up_to(updates))
         return treedef.unflatten(new), StochasticRoundingState(next_key)
 
