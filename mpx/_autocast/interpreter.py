@@ -77,7 +77,11 @@ def _run_narrowed(
 def _run_if_mapped(
     step: Step, operands: list[Any], run: Run, settings: Settings
 ) -> list[Any]:
-    narrow = functools.partial(contraction.run_narrowed, step, settings)
+    # A printed program has the name of this function, where it would have all fields of
+    # a partial.
+    def narrow(eqn, operands):
+        return contraction.run_narrowed(step, settings, eqn, operands)
+
     result = mapped.product(step.eqn, operands, narrow)
     return [_in_traced_dtype(result, step.eqn.outvars[0])]
 
