@@ -379,12 +379,14 @@ def test_a_row_with_rare_gradients_learns_as_in_float32():
 
 @pytest.mark.parametrize("decay", [0.999, 0.9999])
 def test_a_slow_second_moment_falls_as_in_float32(decay):
-    """A member of a block of 16, whose largest number stays: its noise has 4,096 steps,
-    so what falls by less than 1e-4 of a code in a step falls too fast or too late.
+    """The other members of blocks of 16 whose largest number stays.
+
+    Noise has 4,096 steps, and a decay of 0.9999 moves a number by 4 to 13 of them.
     """
     format = mpx.Blockwise8bit(16, signed=False)
-    start = jnp.tile(jnp.linspace(0.1, 1.0, 16), 64).at[15::16].set(1.0)
-    is_largest = jnp.arange(start.size) % 16 == 15
+    is_largest = jnp.arange(1024) % 16 == 15
+    start = jax.random.uniform(jax.random.key(1), 1024, minval=0.1)
+    start = jnp.where(is_largest, 1.0, start)
     steps = round(0.5 / (1 - decay))
 
     def mean_after(key):
@@ -398,7 +400,7 @@ def test_a_slow_second_moment_falls_as_in_float32(decay):
         return np.asarray(format.decode(*stored)[~is_largest]).mean()
 
     expected = np.asarray(start[~is_largest]).mean() * decay**steps
-    assert abs(mean_after(jax.random.key(0)) / expected - 1) < 0.02
+    assert abs(mean_after(jax.random.key(0)) / expected - 1) < 0.05
     # To nearest it stays where it was.
     assert mean_after(None) > 1.5 * expected
 

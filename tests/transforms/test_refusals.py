@@ -167,6 +167,15 @@ VALUES = [
         r"second moments, which float16 (.|\n)*'0/nu/kernel': float32\[64, 80\]",
     ),
     (
+        updated(
+            mpx.low_precision_state(ADAM, {"mu": EIGHT_BITS}),
+            MATRIX,
+            MATRIX,
+            low({"mu": EIGHT_BITS}, rounding="nearest")(),
+        ),
+        "this state has no key, .* Convert it: `mpx.convert_state",
+    ),
+    (
         low({"mu": FOUR_BITS}, rounding="nearest"),
         "training fails if `Blockwise4bit` is rounded to nearest. Leave `rounding` out",
     ),
@@ -294,15 +303,6 @@ TYPES = [
     (
         updated(mpx.upcast(rule_of({"m": jnp.ones(2)}, {"m": jnp.ones((4, 2))})), W),
         r"state at 'm' from float..\[2\] to float..\[4, 2\]\. Is a mean of gradients",
-    ),
-    (
-        updated(
-            mpx.low_precision_state(ADAM, {"mu": EIGHT_BITS}),
-            MATRIX,
-            MATRIX,
-            low({"mu": EIGHT_BITS}, rounding="nearest")(),
-        ),
-        "this state has no key, .* Convert it: `mpx.convert_state",
     ),
     (low(None), "`formats` must map patterns to formats"),
     (low({"mu": "bf16"}, rounding="stochastic", key=3), "needs a PRNG key such as"),
