@@ -264,9 +264,7 @@ def make_step(
     """Return a function from a key to (params, opt_state), and the step of both and
     tokens, which donates them.
     """
-    tx = mpx.mixed_precision(
-        make_rule(rule, learning_rate), recipe, key=jax.random.key(1)
-    )
+    tx = mpx.mixed_precision(make_rule(rule, learning_rate), recipe)
     loss = mpx.autocast(functools.partial(loss_fn, config), recipe)
 
     def start(key: jax.Array) -> tuple[Any, Any]:

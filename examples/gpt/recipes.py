@@ -13,7 +13,6 @@ are the same.
 import dataclasses
 from typing import Any, Literal
 
-import jax
 import numpy as np
 import optax
 
@@ -47,9 +46,7 @@ class Recipe:
         """
         if self.compute == "plain":
             return rule
-        return mpx.mixed_precision(
-            rule, self.policy, key=jax.random.key(0), loss_scale=self.loss_scale
-        )
+        return mpx.mixed_precision(rule, self.policy, loss_scale=self.loss_scale)
 
     @property
     def compute_dtype(self) -> str:
