@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mpx.tools.program import TARGETS, findings
-from mpx.tools.program.dataflow import uses_in
 from mpx.tools.program.findings import Argument, CompiledStep, arguments_of
+from mpx.tools.program.graph import Program
 from mpx.tools.program.kernels import kernels
 from mpx.tools.program.memory import Memory
 from mpx.tools.program.text import parse
@@ -70,20 +70,11 @@ def program(*lines, called=""):
         "%n = bf16[512,512]{1,0} parameter(2)" + NAMED.format("m"),
         "%i = s32[] parameter(3)",
     )
-    return parse(
-        "\n".join(
-            [
-                ADDING,
-                called,
-                head,
-                *(f"  {line}" for line in (*parameters, *lines)),
-                "}",
-            ]
-        )
-    )
+    body = [f"  {line}" for line in (*parameters, *lines)]
+    return Program(parse("\n".join([ADDING, called, head, *body, "}"])))
 
 
-def step(text, arguments=((512, 512),), results=None, lowered=None):
+def step(program, arguments=((512, 512),), results=None, lowered=None):
     """Return the step of a program, with float32 arguments of some shapes, which it
     returns.
     """
@@ -91,9 +82,9 @@ def step(text, arguments=((512, 512),), results=None, lowered=None):
     returned = [argument.type for argument in given] if results is None else results
     return CompiledStep(
         lowered,
-        text,
-        list(kernels(text, mesh_shape={"data": 4})),
-        uses_in(text),
+        None,
+        program,
+        kernels(program, mesh_shape={"data": 4}),
         given,
         returned,
         "f32",
@@ -395,7 +386,7 @@ def test_a_product_in_another_dtype_than_the_step_asked_for_is_found_by_its_line
         for dtype in (jnp.bfloat16, jnp.float32)
     )
     ran = lambda lowered: step(
-        parse(lowered.as_text("hlo", debug_info=True)), lowered=asked
+        Program(parse(lowered.as_text("hlo", debug_info=True))), lowered=asked
     )
     (finding,) = findings.products_in_another_dtype(ran(other))
     assert finding.what == "A product of bf16 runs in f32"

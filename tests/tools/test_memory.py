@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from mpx.tools.program.graph import Program
 from mpx.tools.program.memory import Memory
 from mpx.tools.program.text import parse
 
@@ -47,9 +48,8 @@ def peak(*lines, called="", alias=""):
         " f32[256], i: s32[]) -> f32[] {"
     )
     arguments = ("%a = f32[256]{0} parameter(0)", "%i = s32[] parameter(1)")
-    memory = Memory(
-        parse("\n".join([head, *(f"  {line}" for line in (*arguments, *lines)), "}"]))
-    )
+    body = [f"  {line}" for line in (*arguments, *lines)]
+    memory = Memory(Program(parse("\n".join([head, *body, "}"]))))
     return sorted(str(array.shape) for array in memory.peak if array.shape.dims)
 
 
@@ -138,7 +138,8 @@ def test_the_sum_of_what_a_step_holds_is_near_the_peak_that_xla_counts():
     ]
     compiled = step.lower(*shapes).compile()
     memory = compiled.memory_analysis()
-    held = sum(array.shape.bytes for array in Memory(parse(compiled.as_text())).peak)
+    program = Program(parse(compiled.as_text()))
+    held = sum(array.shape.bytes for array in Memory(program).peak)
     assert held == pytest.approx(
         memory.argument_size_in_bytes + memory.temp_size_in_bytes, rel=0.05
     )

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mpx.tools.program import TARGETS, StepReport, Target, step_report
-from mpx.tools.program.kernels import has_unknown_loop, kernels
+from mpx.tools.program.graph import Program
+from mpx.tools.program.kernels import kernels
 from mpx.tools.program.targets import target_here
 from mpx.tools.program.text import parse
 from tests.helpers import eight_cpu_devices
@@ -27,14 +28,15 @@ SHAPE = jax.ShapeDtypeStruct
 
 
 def read(name):
-    return parse((PROGRAMS / f"{name}.txt").read_text())
+    return Program(parse((PROGRAMS / f"{name}.txt").read_text()))
 
 
-def counted(text_or_program, float32="tf32"):
-    program = (
-        parse(text_or_program) if isinstance(text_or_program, str) else text_or_program
-    )
-    return [kernel for _, kernel in kernels(program, None, float32)]
+def counted(program):
+    return [kernel for _, kernel in kernels(program, None, "tf32")]
+
+
+def lengths(program):
+    return [x.trips for x in program.nodes if x.op == "while"]
 
 
 def test_a_loop_counts_each_kernel_as_often_as_it_runs_and_a_part_of_an_array_as_that_part():
@@ -53,15 +55,16 @@ def test_a_loop_counts_each_kernel_as_often_as_it_runs_and_a_part_of_an_array_as
     # Split in four, each part in float32.
     assert product.bytes == activations + weights + 4 * 4 * 256 * 128
     assert product.flops == {"bf16": 2 * 256 * 128 * 128}
-    assert not has_unknown_loop(program)
+    assert lengths(program) == [3]
 
 
 def test_a_loop_of_unknown_length_runs_once_and_is_told():
     text = (
         (PROGRAMS / "scan.txt").read_text().replace('"known_trip_count":{"n":"3"}', "")
     )
-    assert has_unknown_loop(parse(text))
-    assert {kernel.times for kernel in counted(text)} == {1}
+    program = Program(parse(text))
+    assert lengths(program) == [None]
+    assert {kernel.times for kernel in counted(program)} == {1}
 
 
 def test_collectives_have_their_dtype_bytes_and_axes():
@@ -101,7 +104,7 @@ def test_groups_of_devices_are_named_by_the_axes_of_the_mesh(groups, axes):
         .read_text()
         .replace("replica_groups={{0,2,4,6},{1,3,5,7}}", groups)
     )
-    found = kernels(parse(text), mesh_shape={"data": 4, "model": 2})
+    found = kernels(Program(parse(text)), mesh_shape={"data": 4, "model": 2})
     assert axes in [
         kernel.axes for _, kernel in found if kernel.operation == "all-reduce"
     ]
@@ -130,7 +133,7 @@ def test_float32_products_are_tf32_unless_more_is_asked_for():
         ", algorithm=dot_f32_f32_f32": "f32",
     }
     for attributes, dtype in asked.items():
-        (kernel,) = counted(dot.format(attributes))
+        (kernel,) = counted(Program(parse(dot.format(attributes))))
         assert kernel.flops == {dtype: 2 * 8 * 2 * 4}
         assert kernel.bytes == 4 * (8 * 4 + 4 * 2 + 8 * 2)
 

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,18 +17,13 @@ import numpy as np
 from mpx._dtypes import bytes_of
 from mpx._inspect.check_chain import GRADIENT, OLD, Value, followed
 from mpx._transforms.loss_scaling import SCALED
-from mpx.tools.program.dataflow import (
-    Uses,
-    arrays_of,
-    is_taken_in_parts,
-    joined_in,
-    narrowed_to,
-)
+from mpx.tools.program.graph import Program
 from mpx.tools.program.kernels import (
-    HloProgram,
     Kernel,
     dtype_of_product,
-    products_in,
+    flops_of,
+    kind_of,
+    moved_by,
     totals,
 )
 from mpx.tools.program.memory import Array, Memory
@@ -42,9 +37,12 @@ _NARROW = ("bf16", "f16", "f8")
 _BACKWARD = "transpose("  # in the name of an instruction of the backward pass
 # of all FLOPs: a program with so many narrow products is meant to multiply in few bits
 _MANY = 0.1
+# Numbers stay the same.
+_MOVES = "bitcast copy transpose reshape slice dynamic-slice".split()
 Type = tuple[tuple[int, ...], str]  # the shape and the dtype of an array
-# Kernels, how many of their bytes are found fault with, and a dtype.
+# Kernels, how many bytes of each run are found fault with, and a dtype.
 Found = list[tuple[Kernel, int, str]]
+Runs = Sequence[tuple[Instruction, Kernel]]
 _GATHER_AGAIN = (
     "Gather each weight in a checkpoint around its layer, which gathers it again for"
     " the backward pass: `jax.checkpoint(layer)`, or `jax.checkpoint(layer,"
@@ -95,9 +93,9 @@ class CompiledStep(NamedTuple):
     """A step as it was lowered and compiled: what finders look at."""
 
     lowered: Any
-    program: HloProgram
-    runs: Sequence[tuple[Instruction, Kernel]]
-    uses: Uses
+    jaxpr: Any
+    program: Program
+    runs: Runs
     arguments: Sequence[Argument]
     results: Sequence[Type]
     float32: str  # how the device multiplies float32 numbers unless more is asked for
@@ -117,13 +115,19 @@ class CompiledStep(NamedTuple):
         gradient.
         """
         results = {shape for shape, _ in self.results}
-        weights = [
-            x
+        wholes = [
+            getattr(x, name)
             for x in self.arguments
             if jnp.issubdtype(x.dtype, jnp.floating) and x.shape in results
+            for name in of
         ]
-        wholes = [getattr(x, name) for x in weights for name in of]
         return {tuple(sorted(part)) for whole in wholes for part in (whole, whole[1:])}
+
+    def sends(self, *operations: str) -> Runs:
+        """Return the kernels of collectives."""
+        return [
+            (x, kernel) for x, kernel in self.runs if kernel.operation in operations
+        ]
 
 
 def findings_of(
@@ -132,6 +136,7 @@ def findings_of(
     """Yield all findings; those on donation if the names of the step's arguments are
     known.
     """
+    yield from of_chain(step.jaxpr)
     yield from of_donation(step, names) if names is not None else ()
     yield from sums_in_16_bits(step)
     yield from sums_of_which_a_part_is_used(step)
@@ -163,22 +168,20 @@ def arguments_of(lowered: Any, compiled: Any) -> Iterator[Argument]:
 def _worth_a_word(
     found: Found, what: str, remedy: str, least: float = 0
 ) -> Iterator[Finding]:
-    """Yield a finding on kernels, each with the bytes that it has for nothing, if there
-    are more than `least` bytes.
+    """Yield a finding on kernels, each with the bytes of a run that it has for nothing,
+    if there are more than `least` bytes.
 
     In its text `{dtypes}` and `{count}` stand for the dtypes that were found, and for
     how many kernels run, and which.
     """
-    size = sum(size for _, size, _ in found)
+    size = sum(kernel.times * size for kernel, size, _ in found)
     if size > least:
         dtypes = " or ".join(sorted({dtype for *_, dtype in found}))
         runs = sum({id(kernel): kernel.times for kernel, *_ in found}.values())
-        count = (
-            f"{runs:,} of"
-            f" {' and '.join(sorted({kernel.operation for kernel, *_ in found}))}"
-        )
+        names = " and ".join(sorted({kernel.operation for kernel, *_ in found}))
+        what = what.format(dtypes=dtypes, count=f"{runs:,} of {names}")
         source = next((kernel.source for kernel, *_ in found if kernel.source), "")
-        yield Finding(what.format(dtypes=dtypes, count=count), size, remedy, source)
+        yield Finding(what, size, remedy, source)
 
 
 def of_chain(program: Any) -> Iterator[Finding]:
@@ -210,19 +213,15 @@ def of_donation(step: CompiledStep, names: Sequence[str]) -> Iterator[Finding]:
     """Yield arguments that come back and are not donated, and donated buffers that XLA
     copies.
     """
-    arguments = {
-        i: list(leaves)
-        for i, leaves in itertools.groupby(step.arguments, lambda leaf: leaf.position)
-    }
-    free = Counter(step.results) - Counter(
-        leaf.type for leaf in step.arguments if leaf.is_donated
-    )
-    for i, leaves in arguments.items():
+    free = Counter(step.results)
+    free -= Counter(leaf.type for leaf in step.arguments if leaf.is_donated)
+    donated: list[tuple[Type, ...]] = []  # of each argument
+    for i, group in itertools.groupby(step.arguments, lambda leaf: leaf.position):
+        leaves = list(group)
+        donated.append(tuple(leaf.type for leaf in leaves if leaf.is_donated))
         kept = [leaf for leaf in leaves if not leaf.is_donated]
-        size, types = (
-            sum(leaf.bytes for leaf in kept),
-            Counter(leaf.type for leaf in kept),
-        )
+        size = sum(leaf.bytes for leaf in kept)
+        types = Counter(leaf.type for leaf in kept)
         if size > step.least_bytes and types <= free:
             free -= types
             yield Finding(
@@ -233,11 +232,7 @@ def of_donation(step: CompiledStep, names: Sequence[str]) -> Iterator[Finding]:
                 "If the new one takes its place, donate it (`donate_argnums` of"
                 " `jax.jit`).",
             )
-    donated = [
-        tuple(leaf.type for leaf in leaves if leaf.is_donated)
-        for leaves in arguments.values()
-    ]
-    donated = [types for types in donated if types]
+    donated = list(filter(None, donated))
     rest = iter(step.results)
     come_back_in_order = all(each in rest for types in donated for each in types)
     # Nobody can tell the order of two arguments that are alike.
@@ -249,22 +244,21 @@ def _copies(step: CompiledStep) -> Iterator[Finding]:
     """Yield the donated buffers that are copied, in the same layout, before they are
     written over.
     """
-    donated = [part for part in step.program if part.is_donated]
+    donated = [x for x in step.program.entry if x.is_donated]
     copied = [
         x
-        for x in step.program
+        for x in step.program.entry
         if x.op == "copy"
         and x.operands[0].is_donated
         and x.shapes == x.operands[0].shapes
     ]
-
-    def bytes_of_all(parts):
-        return sum(shape.bytes for part in parts for shape in part.shapes)
-
-    if bytes_of_all(copied) > WORTH_A_WORD * bytes_of_all(donated):
+    size, of_all = (
+        sum(x.shapes[0].bytes for x in arrays) for arrays in (copied, donated)
+    )
+    if size > WORTH_A_WORD * of_all:
         yield Finding(
             f"XLA copies donated buffers ({len(copied)}) before it writes over them",
-            bytes_of_all(copied),
+            size,
             "Return arguments in the order in which they are taken (JAX gives donated"
             " memory to results of the same type in turn), and do not use an old one"
             " after the new one is made.",
@@ -292,21 +286,20 @@ def sums_in_16_bits(step: CompiledStep) -> Iterator[Finding]:
     """Yield the sums of gradients, which have the shapes of weights in any order of the
     axes.
     """
-    shapes = step.weights("shape", "shard")
+    weights = step.weights("shape", "shard")
     found: Found = []
-    for instruction, kernel in _sent(step, "all-reduce", "reduce-scatter"):
+    for x, kernel in step.sends("all-reduce", "reduce-scatter"):
         added = [
             shape
-            for given in instruction.operands
-            for part in joined_in(given)
+            for given in x.operands
+            for part in _joined_in(given, step.program)
             for shape in part.shapes
         ]
-        narrow = [
-            x
-            for x in added
-            if x.dtype in ("bf16", "f16") and tuple(sorted(x.dims)) in shapes
+        found += [
+            (kernel, _part_of(kernel, [shape], added), shape.dtype)
+            for shape in added
+            if shape.dtype in ("bf16", "f16") and tuple(sorted(shape.dims)) in weights
         ]
-        found += [(kernel, _part_of(kernel, [x], added), x.dtype) for x in narrow]
     yield from _worth_a_word(
         found,
         "Devices add up arrays of the shapes of weights in {dtypes}, which rounds at"
@@ -317,22 +310,55 @@ def sums_in_16_bits(step: CompiledStep) -> Iterator[Finding]:
     )
 
 
+def _joined_in(array: Instruction, program: Program) -> Sequence[Instruction]:
+    """Return the arrays that a kernel joins into one, as XLA sends many of them; else
+    the array itself.
+    """
+    joined = program.walk_back(array, "bitcast").makers[0]
+    if joined.op != "concatenate":
+        return [array]
+    return [program.walk_back(part, "bitcast") for part in joined.operands]
+
+
 def sums_of_which_a_part_is_used(step: CompiledStep) -> Iterator[Finding]:
     """Yield sums that all devices get whole, though each of them keeps a part."""
-    halves = [
-        (kernel, kernel.sent_bytes * kernel.times // 2, "")
-        for instruction, kernel in _sent(step, "all-reduce")
-        if all(
-            is_taken_in_parts(array, step.uses)
-            for array in arrays_of(instruction, step.uses)
-        )
-    ]
     yield from _worth_a_word(
-        halves,
+        [
+            (kernel, kernel.sent_bytes // 2, "")
+            for x, kernel in step.sends("all-reduce")
+            if all(
+                _is_taken_in_parts(array, step.program)
+                for array in step.program.arrays_of(x)
+            )
+        ],
         "Every device gets a whole sum and keeps a part of it ({count})",
         "XLA has not made them reduce-scatters, which send half. `jax.lax.psum_scatter`"
         " in a `jax.shard_map` does.",
         step.least_bytes,
+    )
+
+
+def _is_taken_in_parts(array: Instruction, program: Program) -> bool:
+    """Return whether each kernel that uses an array needs at most half of it, another
+    part on each device.
+    """
+    return all(
+        user is not None
+        and user.op == "dynamic-slice"
+        and 2 * user.shapes[0].size <= x.shapes[0].size
+        for x, user in program.last_users(array, _stays_whole)
+    )
+
+
+def _stays_whole(x: Instruction, user: Instruction) -> bool:
+    """Return whether a user computes of an array no more than its own users need.
+
+    A `slice` takes the same on every device: an array out of several that were joined.
+    """
+    return user.op in ("bitcast", "slice") or (
+        kind_of(user) in ("elementwise", "conversions and copies")
+        and not user.called
+        and user.shapes[0].dims == x.shapes[0].dims
     )
 
 
@@ -342,19 +368,13 @@ def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
     """
     rounded: Found = []
     others: Found = []
-    of_rules = {id(instruction) for instruction, _ in _sent_for_rules(step)}
-    for instruction, kernel in _sent(step, "all-gather", "all-to-all"):
-        for array in arrays_of(instruction, step.uses):
-            size, dtype = (
-                _part_of(kernel, array.shapes[:1], kernel.shapes),
-                narrowed_to(array, step.uses),
-            )
-            if array.shapes[0].dtype != "f32":
-                continue
-            if dtype is not None:
-                rounded.append((kernel, size // 2, dtype))
-            elif kernel.operation == "all-gather" and id(instruction) not in of_rules:
-                others.append((kernel, size, ""))
+    of_rules = [kernel for _, kernel in _sent_for_rules(step)]
+    for kernel, array, dtype in _wide(step, step.sends("all-gather", "all-to-all")):
+        size = _part_of(kernel, array.shapes, kernel.shapes)
+        if dtype:
+            rounded.append((kernel, size // 2, dtype))
+        elif kernel.operation == "all-gather" and kernel not in of_rules:
+            others.append((kernel, size, ""))
     yield from _worth_a_word(
         rounded,
         "Devices send float32 arrays that are rounded to {dtypes} right after"
@@ -377,15 +397,33 @@ def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
         )
 
 
+def _wide(
+    step: CompiledStep, runs: Runs
+) -> Iterator[tuple[Kernel, Instruction, str | None]]:
+    """Yield the float32 arrays that kernels make, and the dtype with fewer bits that
+    all uses of one convert it to first; None if there is no such.
+    """
+    for x, kernel in runs:
+        for array in step.program.arrays_of(x):
+            if array.shapes[0].dtype == "f32":
+                uses = step.program.last_users(array, lambda _, user: user.op in _MOVES)
+                to = {
+                    user.shapes[0].dtype
+                    if user
+                    and user.op == "convert"
+                    and user.shapes[0].bits < array.shapes[0].bits
+                    else None
+                    for _, user in uses
+                }
+                yield kernel, array, to.pop() if len(to) == 1 else None
+
+
 def products_of_a_rule(step: CompiledStep) -> Iterator[Finding]:
     """Yield what devices send to multiply divided matrices outside of the loss and its
     gradient, as Muon does.
     """
     yield from _worth_a_word(
-        [
-            (kernel, kernel.sent_bytes * kernel.times, "")
-            for _, kernel in _sent_for_rules(step)
-        ],
+        [(kernel, kernel.sent_bytes, "") for _, kernel in _sent_for_rules(step)],
         "A rule multiplies matrices that lie on several devices, which send them for"
         " each product ({count})",
         "Write the rule as a chain that gives each device whole matrices:"
@@ -394,42 +432,37 @@ def products_of_a_rule(step: CompiledStep) -> Iterator[Finding]:
     )
 
 
-def _sent_for_rules(step: CompiledStep) -> list[tuple[Instruction, Kernel]]:
+def _sent_for_rules(step: CompiledStep) -> Runs:
     """Return what sends an operand or a result of a product, of a step with a gradient
     but not in it.
 
     XLA gives what it sends for a product the name of the product.
     """
-    if not any("jvp(" in _name(instruction) for instruction, _ in step.runs):
+    if not any("jvp(" in x.name for x, _ in step.runs):
         return []
-    sent = _sent(step, "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
-    names = [_name(instruction) for instruction, _ in sent]
+    sent = step.sends("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
     return [
-        x
-        for x, name in zip(sent, names, strict=True)
-        if name.endswith("dot_general") and "jvp(" not in name
+        (x, kernel)
+        for x, kernel in sent
+        if x.name.endswith("dot_general") and "jvp(" not in x.name
     ]
 
 
 def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
     """Yield optimizer states in 8 bits that devices gather."""
-
-    def size(kernel):
-        return sum(
-            n
-            for dtype, n in kernel.sent_by_dtype.items()
-            if dtype in ("s8", "u8", "u32")
-        )
-
     if any(
         jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
         for x in step.arguments
     ):
+        codes = [
+            (kernel, [x for x in kernel.shapes if x.dtype in ("s8", "u8", "u32")])
+            for _, kernel in step.sends("all-gather")
+        ]
         yield from _worth_a_word(
             [
-                (kernel, size(kernel), "")
-                for _, kernel in _sent(step, "all-gather")
-                if size(kernel)
+                (kernel, _part_of(kernel, x, kernel.shapes), "")
+                for kernel, x in codes
+                if x
             ],
             "Devices gather numbers of an optimizer state in 8 bits, whose blocks reach"
             " over several of them",
@@ -445,16 +478,12 @@ def gathered_weights_that_are_kept(
     """Yield gathered weights, or copies of them, that the forward pass makes and the
     backward pass uses.
     """
-    gathered, is_backward = (
-        _gathered_weights(step, memory),
-        lambda x: _BACKWARD in _name(x),
-    )
-    users = {
-        x: users
-        for x, users in memory.users.items()
-        if x in gathered and not is_backward(x.maker)
-    }
-    kept = [x for x in users if any(map(is_backward, users[x]))]
+    kept = [
+        x
+        for x in _gathered_weights(step, memory)
+        if _BACKWARD not in x.maker.name
+        and any(_BACKWARD in user.name for user in memory.users[x])
+    ]
     size = sum(x.shape.bytes for x in kept)
     if size > step.least_bytes:
         what = (
@@ -468,136 +497,98 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
     """Yield the three largest groups of arrays, of one line and dtype, at the peak of a
     program that does not fit.
     """
-    if step.target is None or step.peak_bytes <= step.target.usable_bytes:
+    target = step.target
+    if target is None or step.peak_bytes <= target.usable_bytes:
         return
     shards, gathered = step.weights("shard"), _gathered_weights(step, memory)
-    groups: dict[tuple[str, str, str], list[Array]] = {}
+    groups: dict[tuple[str, str, str], list[Array]] = defaultdict(list)
     for x in memory.peak:
         writer = memory.writers.get(x, x.maker)
-        name = _name(writer)
-        phase = (
-            "backward"
-            if _BACKWARD in name
-            else "forward"
-            if "jvp(" in name
-            else "update"
-        )
         is_wide = x.shape.dtype == "f32"
-        is_weight = is_wide and tuple(sorted(x.shape.dims)) in shards
-        remedies = (
-            (
-                x.maker.op == "parameter",
+        is_forward = "jvp(" in writer.name
+        is_backward = _BACKWARD in writer.name
+        is_weight = tuple(sorted(x.shape.dims)) in shards
+        if x.maker.op == "parameter":
+            remedy = (
                 "Hold it in fewer bits (`mpx.compare_plans` shows how), or on more"
-                " devices.",
-            ),
-            (
-                x not in memory.users,
-                "Donate the argument whose place it takes (`donate_argnums`).",
-            ),
-            (x in gathered, _GATHER_AGAIN),
-            (
-                is_weight and phase == "backward",
-                'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.',
-            ),
-            (
-                is_weight and phase == "update",
-                "`mpx.fused_update` needs none, but for a sum over microbatches.",
-            ),
-            (
-                x.shape.dims[2:]
-                and len({*x.shape.dims[-2:]}) == 1
-                and tuple(sorted(x.shape.dims)) not in shards,
-                (
-                    "If it is scores, a kernel needs none:"
-                    ' `jax.nn.dot_product_attention(..., implementation="cudnn")`.'
-                ),
-            ),
-            (
-                is_wide and phase == "forward",
-                (
-                    'Keep activations in fewer bits: `mpx.checkpoint(..., kept="bf16",'
-                    " argnums=...)`."
-                ),
-            ),
-            (
-                True,
-                (
-                    "Take a smaller batch or more devices, or compute it again"
-                    " (`jax.checkpoint` around a layer)."
-                ),
-            ),
-        )
-        remedy = next(text for holds, text in remedies if holds)
-        groups.setdefault((x.shape.dtype, writer.source, remedy), []).append(x)
+                " devices."
+            )
+        elif x not in memory.users:
+            remedy = "Donate the argument whose place it takes (`donate_argnums`)."
+        elif x in gathered:
+            remedy = _GATHER_AGAIN
+        elif is_wide and is_weight and is_backward:
+            remedy = 'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.'
+        elif is_wide and is_weight and not is_forward:
+            remedy = "`mpx.fused_update` needs none, but for a sum over microbatches."
+        elif not is_weight and len(x.shape.dims) > 2 and len({*x.shape.dims[-2:]}) == 1:
+            remedy = (
+                "If it is scores, a kernel needs none:"
+                ' `jax.nn.dot_product_attention(..., implementation="cudnn")`.'
+            )
+        elif is_wide and is_forward and not is_backward:
+            remedy = (
+                'Keep activations in fewer bits: `mpx.checkpoint(..., kept="bf16",'
+                " argnums=...)`."
+            )
+        else:
+            remedy = (
+                "Take a smaller batch or more devices, or compute it again"
+                " (`jax.checkpoint` around a layer)."
+            )
+        groups[x.shape.dtype, writer.source, remedy].append(x)
 
-    def bytes_of(arrays):
-        return sum(x.shape.bytes for x in arrays)
-
-    of, target = lambda n: f"{n / 1e9:.4g} GB", step.target
-    limit = f"{of(target.usable_bytes)} that JAX takes of one {target.name}"
-    sizes = f"The peak of {of(step.peak_bytes)} is above the {limit}"
-    for (_, source, remedy), arrays in sorted(
-        groups.items(), key=lambda group: -bytes_of(group[1])
-    )[:3]:
+    peak = (
+        f"The peak of {step.peak_bytes / 1e9:.4g} GB is above the"
+        f" {target.usable_bytes / 1e9:.4g} GB that JAX takes of one {target.name}"
+    )
+    found = []
+    for (_, source, remedy), arrays in groups.items():
         largest = max(arrays, key=lambda x: x.shape.bytes)
         are_alike = len({x.shape.dims for x in arrays}) == 1
-        of = " x" if are_alike else " arrays up to"
-        what = f"{len(arrays)}{of} {largest.shape}"
-        such = (
-            f", such as `{_name(largest.maker)}`"
-            if largest.maker.op == "parameter"
-            else ""
-        )
-        yield Finding(
-            f"{sizes}. It holds {what}{such}", bytes_of(arrays), remedy, source
-        )
+        many = f"{len(arrays)} {'x' if are_alike else 'arrays up to'} {largest.shape}"
+        is_given = largest.maker.op == "parameter"
+        such = f", such as `{largest.maker.name}`" if is_given else ""
+        size = sum(x.shape.bytes for x in arrays)
+        found.append(Finding(f"{peak}. It holds {many}{such}", size, remedy, source))
+    yield from sorted(found, key=lambda finding: -finding.bytes)[:3]
 
 
-def _gathered_weights(step: CompiledStep, memory: Memory) -> set[Array]:
+def _gathered_weights(step: CompiledStep, memory: Memory) -> list[Array]:
     """Return the gathered weights, and their copies, such as stacks of them that loops
     fill.
     """
-    shards, users = step.weights("shard"), memory.users
-
-    def is_sent(x):
-        return any(
+    shards = step.weights("shard")
+    found = {
+        x
+        for x in memory.users
+        if x.maker.operation == "all-gather"
+        and any(
             tuple(sorted(shape.dims)) in shards
-            for given in x.operands
+            for given in x.maker.operands
             for shape in given.shapes
         )
-
-    found = {x for x in users if x.maker.operation == "all-gather" and is_sent(x.maker)}
-    copying = {
-        instruction
-        for instruction, kernel in step.runs
-        if kernel.kind == "conversions and copies"
     }
-    copying &= {user for x in found for user in users[x]}
-    return found | {x for x in users if memory.writers.get(x, x.maker) in copying}
-
-
-def _name(instruction: Instruction) -> str:
-    """Return the name that JAX gives an instruction, with the transformations that made
-    it, or an argument.
-    """
-    return (instruction.attribute(r'op_name="([^"]*)') or "").replace("\\", "")
-
-
-def _sent(step: CompiledStep, *operations: str) -> list[tuple[Instruction, Kernel]]:
+    using = {user for x in found for user in memory.users[x]}
+    copying = {
+        x
+        for x, kernel in step.runs
+        if x in using and kernel.kind == "conversions and copies"
+    }
     return [
-        (instruction, kernel)
-        for instruction, kernel in step.runs
-        if kernel.operation in operations
+        x
+        for x in memory.users
+        if x in found or memory.writers.get(x, x.maker) in copying
     ]
 
 
 def _part_of(kernel: Kernel, part: Sequence[Shape], whole: Sequence[Shape]) -> int:
-    """Return the bytes of some arrays among all that a collective sends in its runs."""
+    """Return the bytes of some arrays among all that a collective sends in a run."""
 
     def size(shapes):
         return sum(shape.size for shape in shapes)
 
-    return kernel.times * kernel.sent_bytes * size(part) // max(1, size(whole))
+    return kernel.sent_bytes * size(part) // max(1, size(whole))
 
 
 def float32_products(step: CompiledStep) -> Iterator[Finding]:
@@ -614,7 +605,7 @@ def float32_products(step: CompiledStep) -> Iterator[Finding]:
     if wide > WORTH_A_WORD * total and narrow > _MANY * total:
         yield from _worth_a_word(
             [
-                (kernel, kernel.bytes * kernel.times, "")
+                (kernel, kernel.bytes, "")
                 for _, kernel in step.runs
                 if step.float32 in kernel.flops
             ],
@@ -631,28 +622,20 @@ def products_in_another_dtype(step: CompiledStep) -> Iterator[Finding]:
     """Yield products that XLA computes in another dtype than the step asks for, by
     lines of its code.
     """
-
-    def operands(dtype):
-        return frozenset(dtype.split(" with "))  # XLA may swap them
-
-    asked: dict[str, set[frozenset[str]]] = {}
-    for part in products_in(parse(step.lowered.as_text("hlo", debug_info=True))):
-        asked.setdefault(part.source, set()).add(
-            operands(dtype_of_product(part, step.float32))
-        )
-    found: dict[tuple[str, str], Found] = {}
+    asked: dict[str, set[str]] = defaultdict(set)
+    for x in Program(parse(step.lowered.as_text("hlo", debug_info=True))).nodes:
+        if flops_of(x):
+            asked[x.source].add(dtype_of_product(x, step.float32))
+    found: dict[tuple[str, str], Found] = defaultdict(list)
     for instruction, kernel in step.runs:
-        for part in products_in([instruction]):
-            dtype = dtype_of_product(part, step.float32)
-            if operands(dtype) not in asked.get(part.source, [operands(dtype)]):
-                found.setdefault((dtype, part.source), []).append(
-                    (kernel, kernel.bytes * kernel.times, dtype)
-                )
+        for x in filter(flops_of, instruction.parts):
+            dtype = dtype_of_product(x, step.float32)
+            if dtype not in asked.get(x.source, [dtype]):
+                found[dtype, x.source].append((kernel, kernel.bytes, dtype))
     for (dtype, source), kernels in found.items():
-        names = sorted(" with ".join(sorted(each)) for each in asked[source])
         yield from _worth_a_word(
             kernels,
-            f"A product of {' or '.join(names)} runs in {dtype}",
+            f"A product of {' or '.join(sorted(asked[source]))} runs in {dtype}",
             "The device or the library has no such product of these sizes: change them,"
             " or the dtype.",
         )
@@ -662,29 +645,16 @@ def float32_between_kernels(step: CompiledStep) -> Iterator[Finding]:
     """Yield float32 arrays that one kernel writes and others read, though each of them
     rounds them first.
     """
-    found: Found = []
-    for instruction, kernel in step.runs:
-        for array in (
-            arrays_of(instruction, step.uses) if kernel.kind != "collectives" else ()
-        ):
-            dtype = (
-                narrowed_to(array, step.uses)
-                if array.shapes[0].dtype == "f32"
-                else None
-            )
-            if dtype is not None:
-                saved = (
-                    kernel.times
-                    * array.shapes[0].bytes
-                    // 2
-                    * (1 + len(step.uses[array]))
-                )
-                found.append((kernel, saved, dtype))
+    runs = [(x, kernel) for x, kernel in step.runs if kernel.kind != "collectives"]
     yield from _worth_a_word(
-        found,
+        [
+            (kernel, x.shapes[0].bytes // 2 * (1 + len(step.program.used_by[x])), dtype)
+            for kernel, x, dtype in _wide(step, runs)
+            if dtype
+        ],
         "Kernels write float32 numbers that all others round to {dtypes} before they"
         " use them",
         "Cast them where they are made. The gradient of a look-up, as in a"
         " cross-entropy of integer labels, is one: with one-hot labels there is none.",
-        WORTH_A_WORD * sum(kernel.bytes * kernel.times for _, kernel in step.runs),
+        WORTH_A_WORD * moved_by(kernel for _, kernel in step.runs),
     )

@@ -1,15 +1,15 @@
 """Count what each kernel of a compiled program moves and computes."""
 
 import dataclasses
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
+from mpx.tools.program.graph import Program, Use
 from mpx.tools.program.targets import Target
 from mpx.tools.program.text import Instruction, Shape
 
@@ -21,7 +21,6 @@ Kind = Literal[
     "elementwise",
     "conversions and copies",
 ]
-HloProgram = Sequence[Instruction]
 K = TypeVar("K", bound=Hashable)
 
 # What an operation does. One that stands in no line is a library call, or works element
@@ -49,10 +48,7 @@ _KINDS = {
 }
 _TAKE_PARTS = {"slice", "dynamic-slice", "gather"}
 # And which operand has the new numbers.
-_REPLACE_PARTS = {
-    "dynamic-update-slice": 1,
-    "scatter": 2,
-}
+_REPLACE_PARTS = {"dynamic-update-slice": 1, "scatter": 2}
 _ALGORITHMS = {
     "tf32_tf32_f32": "tf32",
     "bf16_bf16_f32": "bf16",
@@ -107,67 +103,73 @@ class Kernel:
 
 
 def kernels(
-    program: HloProgram,
+    program: Program,
     target: Target | None = None,
     float32: str = "f32",
     mesh_shape: Mapping[str, int] | None = None,
-) -> Iterator[tuple[Instruction, Kernel]]:
-    """Yield the instructions of a program that are kernels, in the order of execution,
+) -> list[tuple[Instruction, Kernel]]:
+    """Return the instructions of a program that are kernels, in the order of execution,
     with what they do.
 
     Without a target there are no bounds of times. `float32` is how the device
     multiplies float32 numbers unless more is asked for, such as `tf32`; `mesh_shape`
     names the axes of collectives.
     """
-    for instruction, kind, times in _runs(program):
-        products = [part for part in instruction.parts if _flops(part)]
-        flops = totals(
-            (dtype_of_product(part, float32), _flops(part)) for part in products
+
+    def kernel_of(x, kind, times):
+        products = list(filter(flops_of, x.parts))
+        flops = totals((dtype_of_product(y, float32), flops_of(y)) for y in products)
+        moved = _moved(x, program)
+        operation, axes, sent_bytes = (
+            _sent(x, mesh_shape or {})
+            if kind == "collectives"
+            else (x.operation, "", 0)
         )
-        moved = _moved(instruction)
-        kernel = Kernel(
-            operation=instruction.operation,
+        return Kernel(
+            operation=operation,
             kind="products" if products else kind,
             bytes=moved,
             flops=flops,
             times=times,
-            seconds=(
-                None if target is None else times * target.bound_seconds(moved, flops)
-            ),
-            shapes=instruction.results,
-            source=next(
-                (part.source for part in products if part.source), instruction.source
-            ),
+            seconds=target and times * target.bound_seconds(moved, flops),
+            shapes=x.results,
+            source=next((y.source for y in products if y.source), x.source),
+            axes=axes,
+            sent_bytes=sent_bytes,
         )
-        if kind == "collectives":
-            kernel = _with_what_it_sends(kernel, instruction, mesh_shape or {})
-        yield instruction, kernel
+
+    def runs_of(computation, times):
+        found = []
+        for x in computation:
+            if x.op in ("while", "call", "conditional", "async-start"):
+                branches = [
+                    runs_of(inner, times * (x.trips or 1)) for inner in x.called
+                ]
+                # Of the branches of a conditional one runs: count the one that moves
+                # most.
+                found += max(branches, key=lambda runs: moved_by(y for _, y in runs))
+            elif kind := kind_of(x):
+                found.append((x, kernel_of(x, kind, times)))
+        return found
+
+    return runs_of(program.entry, 1)
 
 
-def products_in(program: HloProgram) -> Iterator[Instruction]:
-    """Yield the matrix products and convolutions of a program, and of all that it
-    calls.
+def moved_by(kernels: Iterable[Kernel]) -> int:
+    """Return the bytes that kernels read and write in all their runs."""
+    return sum(kernel.bytes * kernel.times for kernel in kernels)
+
+
+def _sent(x: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, str, int]:
+    """Return the operation of a collective, the axes along which it sends, and what a
+    device sends.
     """
-    for instruction in program:
-        yield from filter(_flops, instruction.parts)
-        if instruction.op != "fusion":
-            yield from itertools.chain.from_iterable(
-                map(products_in, instruction.called)
-            )
-
-
-def _with_what_it_sends(
-    kernel: Kernel, instruction: Instruction, mesh_shape: Mapping[str, int]
-) -> Kernel:
-    """Return the kernel of a collective with what it sends, and along which axes."""
     collective = next(
-        part
-        for part in instruction.parts
-        if _KINDS.get(part.operation) == "collectives"
+        part for part in x.parts if _KINDS.get(part.operation) == "collectives"
     )
     # A TPU has a sum and a slice of it in one fusion.
-    is_scattered = instruction.op == "fusion" and any(
-        part.op == "dynamic-slice" for part in instruction.parts
+    is_scattered = x.op == "fusion" and any(
+        part.op == "dynamic-slice" for part in x.parts
     )
     operation = "reduce-scatter" if is_scattered else collective.operation
     group = _first_group(collective) or range(math.prod(mesh_shape.values()))
@@ -177,15 +179,9 @@ def _with_what_it_sends(
     )
     # In a ring: all parts of an array but one.
     if not operation.startswith("collective"):
-        sent = (
-            (2 if operation == "all-reduce" else 1)
-            * sent
-            * (len(group) - 1)
-            // max(1, len(group))
-        )
-    return dataclasses.replace(
-        kernel, operation=operation, axes=_axes(group, mesh_shape), sent_bytes=sent
-    )
+        rounds = 2 if operation == "all-reduce" else 1
+        sent = rounds * sent * (len(group) - 1) // max(1, len(group))
+    return operation, _axes(group, mesh_shape), sent
 
 
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
@@ -196,38 +192,7 @@ def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
     return dict(counts.most_common())
 
 
-def has_unknown_loop(program: HloProgram) -> bool:
-    """Return whether there is a loop of unknown length."""
-    return any(
-        operation.trips is None or any(map(has_unknown_loop, operation.called))
-        for operation in program
-    )
-
-
-def _runs(program: HloProgram, times: int = 1) -> list[tuple[Instruction, Kind, int]]:
-    """Return the operations that are kernels, in order of execution, with what each
-    does and how often it runs.
-    """
-    found: list[tuple[Instruction, Kind, int]] = []
-    for instruction in program:
-        if instruction.op in ("while", "call", "conditional", "async-start"):
-            branches = [
-                _runs(inner, times * (instruction.trips or 1))
-                for inner in instruction.called
-            ]
-            # Of the branches of a conditional one runs: count the one that moves most.
-            found += max(
-                branches,
-                key=lambda branch: sum(
-                    _moved(kernel) * count for kernel, _, count in branch
-                ),
-            )
-        elif kind := _kind(instruction):
-            found.append((instruction, kind, times))
-    return found
-
-
-def _kind(instruction: Instruction) -> Kind | None:
+def kind_of(instruction: Instruction) -> Kind | None:
     """Return what a kernel does most; None for what is no work."""
     if instruction.op.endswith(("-done", "-update")):
         return None
@@ -242,50 +207,38 @@ def _kind(instruction: Instruction) -> Kind | None:
     return next((kind for kind in get_args(Kind) if kind in found), None)
 
 
-def _moved(instruction: Instruction) -> int:
+def _moved(x: Instruction, program: Program) -> int:
     """Return the bytes that a kernel reads and writes."""
-    if instruction.op == "fusion":
-        body = instruction.called[0]
-        root = next(part for part in body if part.is_root)
-        read = [part for part in body if part.op == "parameter"]
-        written = root.operands if root.op == "tuple" else [root]
+    if x.op == "fusion":
+        given = [part for part in x.called[0] if part.op == "parameter"]
+        uses = [
+            list(program.last_users(y, lambda _, user: user.op == "bitcast"))
+            for y in given
+        ]
     else:
-        body, read, written = (
-            [instruction],
-            dict.fromkeys(instruction.operands),
-            [instruction],
-        )
-    return sum(_read(array, body) for array in read) + sum(map(_written, written))
+        given = dict.fromkeys(x.operands)
+        uses = [[(y, x)] for y in given]
+    return sum(map(_read, given, uses)) + sum(_written(y, program) for y in x.makers)
 
 
-def _read(array: Instruction, body: HloProgram) -> int:
+def _read(array: Instruction, uses: Sequence[Use]) -> int:
     """Return the bytes that are read of an array: only the parts that are taken, if
     parts are taken or replaced.
     """
-    views = {array}
-    for part in body:  # a view comes after what it shows
-        if part.op == "bitcast" and part.operands[0] in views:
-            views.add(part)
-    uses = [
-        part
-        for part in body
-        if part.op != "bitcast" and not views.isdisjoint(part.operands)
-    ]
-
-    def is_partial(use):
-        return use.operation in {*_TAKE_PARTS, *_REPLACE_PARTS}
-
     whole = sum(shape.bytes for shape in array.shapes)
-    if not uses or not all(
-        is_partial(use) and views.isdisjoint(use.operands[1:]) for use in uses
+    if not uses or any(
+        user is None
+        or user.operation not in {*_TAKE_PARTS, *_REPLACE_PARTS}
+        or view in user.operands[1:]
+        for view, user in uses
     ):
         return whole
-
     # A scatter adds to what it replaces, and so reads as much as it writes.
-    def part_of(use):
-        return use.results[0] if use.operation in _TAKE_PARTS else _replaced(use)
-
-    taken = [part_of(use) for use in uses if use.operation != "dynamic-update-slice"]
+    taken = [
+        user.results[0] if user.operation in _TAKE_PARTS else _replaced(user)
+        for _, user in uses
+        if user is not None and user.operation != "dynamic-update-slice"
+    ]
     # A gather may take a row of a small table a million times. The table is read once:
     # caches hold it.
     return min(
@@ -294,12 +247,11 @@ def _read(array: Instruction, body: HloProgram) -> int:
     )
 
 
-def _written(part: Instruction) -> int:
+def _written(part: Instruction, program: Program) -> int:
     """Return the bytes of a result; of one that replaces a part of an operand, that
     part.
     """
-    while part.op == "bitcast":
-        part = part.operands[0]
+    part = program.walk_back(part, "bitcast")
     whole = sum(shape.bytes for shape in part.results)
     if part.operation in _REPLACE_PARTS and len(part.results) == 1:
         return min(whole, _replaced(part).bytes)
@@ -312,7 +264,7 @@ def _replaced(part: Instruction) -> Shape:
     return new._replace(dtype=part.results[0].dtype, layout=part.results[0].layout)
 
 
-def _flops(part: Instruction) -> int:
+def flops_of(part: Instruction) -> int:
     """Return the FLOPs of a matrix product or convolution; 0 of anything else."""
     if part.operation.startswith(("convolution", "__cudnn$conv")):
         return _conv_flops(part)
@@ -330,10 +282,8 @@ def _conv_flops(part: Instruction) -> int:
     """Return the FLOPs of a convolution: its output times the filter, whose output
     features no product adds up.
     """
-    images, filters, result = (
-        *(operand.shapes[0].dims for operand in part.operands[:2]),
-        part.shapes[0].dims,
-    )
+    images, filters = (operand.shapes[0].dims for operand in part.operands[:2])
+    result = part.shapes[0].dims
     # cuDNN's gradients have the labels of the forward convolution: input, filter and
     # output stand elsewhere.
     if "BackwardInput" in part.operation:
@@ -351,8 +301,8 @@ def dtype_of_product(product: Instruction, float32: str) -> str:
         return _ALGORITHMS[algorithm]
     left, right = (operand.shapes[0].dtype for operand in product.operands[:2])
     asked = product.attribute(r"operand_precision\"?[=:][{\[]\"?(\w+)") or "default"
-    if left != right:
-        return f"{left} with {right}"
+    if left != right:  # XLA may swap them
+        return " with ".join(sorted([left, right]))
     return float32 if left == "f32" and asked.lower() == "default" else left
 
 
@@ -363,13 +313,10 @@ def _axes(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
     sizes = tuple(mesh_shape.values())
     if not sizes or max(group, default=math.inf) >= math.prod(sizes):
         return ""
-    places = dict(zip(mesh_shape, np.unravel_index(group, sizes), strict=True))
-    along = [name for name, place in places.items() if len(set(place)) > 1]
-    return (
-        ", ".join(along)
-        if math.prod(mesh_shape[name] for name in along) == len(group)
-        else ""
-    )
+    places = zip(mesh_shape, np.unravel_index(group, sizes), strict=True)
+    along = [name for name, place in places if len(set(place)) > 1]
+    does_follow = math.prod(mesh_shape[name] for name in along) == len(group)
+    return ", ".join(along) if does_follow else ""
 
 
 def _first_group(collective: Instruction) -> list[int]:
@@ -378,6 +325,9 @@ def _first_group(collective: Instruction) -> list[int]:
     def numbers(text):
         return [int(number) for number in re.findall(r"\d+", text or "")]
 
+    def devices(sizes):
+        return np.arange(math.prod(numbers(sizes))).reshape(numbers(sizes))
+
     listed = collective.attribute(r"replica_groups=\{\{([\d,]*)\}")
     if listed is not None:
         return numbers(listed)
@@ -385,21 +335,14 @@ def _first_group(collective: Instruction) -> list[int]:
         r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", collective.attributes
     )
     if named is not None:
-        sizes = {
-            name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])
-        }
-        here = tuple(slice(None) if f"'{name}'" in named[2] else 0 for name in sizes)
-        return (
-            np.arange(math.prod(sizes.values()))
-            .reshape(tuple(sizes.values()))[here]
-            .ravel()
-            .tolist()
-        )
+        axes = dict(re.findall(r"('\w+')=(\d+)", named[1]))
+        here = tuple(slice(None) if axis in named[2] else 0 for axis in axes)
+        return devices(" ".join(axes.values()))[here].ravel().tolist()
     iota = re.search(
         r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?",
         collective.attributes,
     )
     if iota is None:
         return []
-    devices = np.arange(math.prod(numbers(iota[2]))).reshape(numbers(iota[2]))
-    return devices.transpose(numbers(iota[3]) or None).ravel()[: int(iota[1])].tolist()
+    group = devices(iota[2]).transpose(numbers(iota[3]) or None).ravel()
+    return group[: int(iota[1])].tolist()

@@ -13,30 +13,28 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpx import _tables, _trees
-from mpx.tools.program import kernels as programs
-from mpx.tools.program import text
-from mpx.tools.program.dataflow import uses_in
 from mpx.tools.program.findings import (
     CompiledStep,
     Finding,
     arguments_of,
     findings_of,
     names_of,
-    of_chain,
 )
-from mpx.tools.program.kernels import Kernel, Kind
+from mpx.tools.program.graph import Program
+from mpx.tools.program.kernels import Kernel, Kind, kernels, moved_by, totals
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
+from mpx.tools.program.text import parse
 
 _MOST_ROWS = 12  # of kernels that are printed
-_FAILURES = {  # parts of what XLA says, and what is known to help
-    "Couldn't find output tile sizes": (
-        "Its Triton compiler finds no tiles for such a product, in plain bfloat16 too."
-        " Leave products to cuBLAS: `jax.jit(step,"
-        " compiler_options={'xla_gpu_enable_triton_gemm': False})`, or for all programs"
-        " XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Sequences of a multiple of 64"
-        " tokens may do, too."
-    )
-}
+_GFLOP = ("GFLOP", 10**9)
+_NO_TILES = "Couldn't find output tile sizes"  # says XLA, and this is known to help
+_HELPS = (
+    "Its Triton compiler finds no tiles for such a product, in plain bfloat16 too."
+    " Leave products to cuBLAS: `jax.jit(step,"
+    " compiler_options={'xla_gpu_enable_triton_gemm': False})`, or for all programs"
+    " XLA_FLAGS=--xla_gpu_enable_triton_gemm=false. Sequences of a multiple of 64"
+    " tokens may do, too."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +71,12 @@ class StepReport(_tables.Result):
     @property
     def moved_bytes(self) -> int:
         """Bytes that all kernels read and write."""
-        return sum(self.moved_by_kind.values())
+        return moved_by(self.kernels)
 
     @property
     def moved_by_kind(self) -> dict[Kind, int]:
         """Bytes that kernels read and write, by what they do most."""
-        return programs.totals(
+        return totals(
             (kernel.kind, kernel.bytes * kernel.times) for kernel in self.kernels
         )
 
@@ -97,7 +95,7 @@ class StepReport(_tables.Result):
         """Bytes that a device sends to others, by operation and dtype, such as
         `all-gather bf16`.
         """
-        return programs.totals(
+        return totals(
             (f"{c.operation} {dtype}", n)
             for c in self.collectives
             for dtype, n in c.sent_by_dtype.items()
@@ -108,7 +106,7 @@ class StepReport(_tables.Result):
         """FLOPs of matrix products and convolutions, by the dtype of their operands;
         library calls are not counted.
         """
-        return programs.totals(
+        return totals(
             (dtype, n * kernel.times)
             for kernel in self.kernels
             for dtype, n in kernel.flops.items()
@@ -119,58 +117,43 @@ class StepReport(_tables.Result):
         """Return what kernels take at least, one after another, by the target's
         published figures: a bound, no time.
         """
-        return (
-            None
-            if self.target is None
-            else sum(kernel.seconds or 0 for kernel in self.kernels)
-        )
+        seconds = [kernel.seconds or 0 for kernel in self.kernels]
+        return None if self.target is None else sum(seconds)
 
     def _parts(self) -> Iterator[_tables.Table | str]:
         if self.findings:
             yield "\n".join(["Findings", *map(_line_of, self.findings)])
         yield self._summary()
         yield "\n".join(self._notes())
-        unit = _tables.unit_for([self.moved_bytes])
-
-        def name(kernel):
-            return kernel.operation if kernel.kind == "library calls" else kernel.kind
-
         rows = [
-            ((name(k), _shortened(k.result), k.source), k.times, k.times * k.bytes)
+            (
+                (
+                    k.operation if k.kind == "library calls" else k.kind,
+                    k.result if len(k.result) <= 40 else k.result[:37] + "...",
+                    k.source,
+                ),
+                k.times,
+                k.times * k.bytes,
+            )
             for k in self.kernels
         ]
-        header = ("kind", "times", unit[0], "writes", "source")
-        yield from _most(
-            "Kernels that move most", header, rows, lambda n: _tables.shown(n, unit)
-        )
+        yield from _most("Kernels that move most", ("kind", "writes", "source"), rows)
         common = next(iter(self.flops), "")
-        flops = [
-            (dtype, k, n)
+        rows = [
+            ((dtype, k.source), k.times, k.times * n)
             for k in self.kernels
             for dtype, n in k.flops.items()
             if dtype != common
         ]
-        rows = [((dtype, k.source), k.times, k.times * n) for dtype, k, n in flops]
-        header = ("operands", "times", "GFLOP", "source")
-        yield from _most(
-            f"Products that are not in {common}",
-            header,
-            rows,
-            lambda n: _tables.digits(n / 1e9),
-        )
-        sent = [
-            (c, dtype, n)
+        title = f"Products that are not in {common}"
+        yield from _most(title, ("operands", "source"), rows, _GFLOP)
+        rows = [
+            ((c.operation, dtype, c.axes, c.source), c.times, n)
             for c in self.collectives
             for dtype, n in c.sent_by_dtype.items()
         ]
-        rows = [
-            ((c.operation, dtype, c.axes, c.source), c.times, n) for c, dtype, n in sent
-        ]
-        sends = _tables.unit_for([sum(n for *_, n in rows)])
-        header = ("operation", "times", f"sends, {sends[0]}", "dtype", "axes", "source")
-        yield from _most(
-            "Between devices", header, rows, lambda n: _tables.shown(n, sends)
-        )
+        header = ("operation", "dtype", "axes", "source")
+        yield from _most("Sent between devices", header, rows)
 
     def _summary(self) -> _tables.Table:
         """Return the figures of the step, without lines of zeros."""
@@ -185,22 +168,21 @@ class StepReport(_tables.Result):
             f"moved by kernels, {unit[0]}": self.moved_bytes,
             **{f"  {kind}": self.moved_by_kind.get(kind, 0) for kind in get_args(Kind)},
         }
-        rows = [
+        rows = [("", self.target.name if self.target else "this machine")]
+        rows += [
             (name, _tables.shown(number, unit))
             for name, number in in_bytes.items()
             if number
         ]
         rows.append(("kernels", f"{self.kernel_count:,}"))
         rows += [
-            (f"products in {dtype}, GFLOP", _tables.digits(n / 1e9))
+            (f"products in {dtype}, GFLOP", _tables.shown(n, _GFLOP))
             for dtype, n in self.flops.items()
         ]
         if self.bound_seconds is not None:
             rows.append(("bound, ms", f"{1e3 * self.bound_seconds:.4g}"))
         rows.append(("compiled in, s", f"{self.compile_seconds:.3g}"))
-        return _tables.Table(
-            "", [("", self.target.name if self.target else "this machine"), *rows]
-        )
+        return _tables.Table("", rows)
 
     def _notes(self) -> Iterator[str]:
         if self.target is None:
@@ -225,23 +207,23 @@ class StepReport(_tables.Result):
 
 def _most(
     title: str,
-    header: Sequence[str],
+    header: tuple[str, ...],
     rows: Sequence[tuple[tuple[str, ...], int, int]],
-    shown: Callable[[int], str],
+    unit: _tables.Unit | None = None,
 ) -> Iterator[_tables.Table]:
     """Yield a table of names, how often they run, and their largest numbers, if there
     are any; equal names are one.
     """
-    times = programs.totals((name, count) for name, count, _ in rows)
-    most = [*programs.totals((name, number) for name, _, number in rows).items()][
-        :_MOST_ROWS
+    unit = unit or _tables.unit_for([sum(number for *_, number in rows)])
+    times = totals((names, count) for names, count, _ in rows)
+    numbers = totals((names, number) for names, _, number in rows)
+    lines = [
+        (names[0], str(times[names]), _tables.shown(number, unit), *names[1:])
+        for names, number in [*numbers.items()][:_MOST_ROWS]
     ]
-    if most:
-        yield _tables.Table(
-            title,
-            [header, *((n[0], str(times[n]), shown(x), *n[1:]) for n, x in most)],
-            right=(1, 2),
-        )
+    if lines:
+        head = (header[0], "times", unit[0], *header[1:])
+        yield _tables.Table(title, [head, *lines], right=(1, 2))
 
 
 def _how_it_fits(peak: int, target: Target) -> str:
@@ -264,10 +246,6 @@ def _line_of(finding: Finding) -> str:
         return f"- {finding}"
     unit = _tables.unit_for([finding.bytes])
     return f"- {_tables.shown(finding.bytes, unit)} {unit[0]}: {finding}"
-
-
-def _shortened(result: str) -> str:
-    return result if len(result) <= 40 else result[:37] + "..."
 
 
 def step_report(
@@ -317,12 +295,8 @@ def step_report(
         (524288, 262144, 262144, {'f32': 67108864})
     """
     device = target_here() if target is None else get_target(target)
-    mesh, context, options, platforms = (
-        _mesh_of(args),
-        contextlib.nullcontext(),
-        None,
-        None,
-    )
+    mesh, context = _mesh_of(args), contextlib.nullcontext()
+    options, platforms = None, None
     if target is not None and device is not None:
         args, mesh = _placed(args, target_devices(device))
         # Kernels of Pallas ask it for the device.
@@ -346,11 +320,10 @@ def step_report(
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
         said = str(error)
-        helps = next((text for part, text in _FAILURES.items() if part in said), None)
-        if helps is None:
+        if _NO_TILES not in said:
             raise
         raise RuntimeError(
-            f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {helps}"
+            f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {_HELPS}"
         ) from error
     seconds = time.perf_counter() - start
     # What another library's jit donates (`equinox.filter_jit`) is not known from
@@ -360,22 +333,21 @@ def step_report(
         or not hasattr(step, "lower")
         or donate_argnums != ()
     )
-    names = names_of(step, args, lowered) if is_known else None
-    axes = mesh and mesh.shape
-    report = report_of(
+    return report_of(
         compiled,
         lowered,
-        names,
+        jaxpr,
+        names_of(step, args, lowered) if is_known else None,
         target=device,
-        mesh_shape=axes,
+        mesh_shape=mesh and mesh.shape,
         compile_seconds=seconds,
     )
-    return dataclasses.replace(report, findings=(*of_chain(jaxpr), *report.findings))
 
 
 def report_of(
     compiled: Any,
     lowered: Any = None,
+    jaxpr: Any = None,
     names: Sequence[str] | None = None,
     *,
     target: Target | None,
@@ -385,14 +357,14 @@ def report_of(
     """Return the report of a program that has been compiled, for a target or, with
     None, for an unknown device here.
 
-    Its findings need the program as it was lowered too, and those on donation the names
-    of its arguments.
+    Its findings need the program as it was lowered and traced too, and those on
+    donation the names of its arguments.
     """
     memory = compiled.memory_analysis()
-    program = text.parse(compiled.as_text())
+    program = Program(parse(compiled.as_text()))
     is_cpu = target is None and jax.default_backend() == "cpu"
     float32 = target.float32 if target else "f32" if is_cpu else "tf32"
-    runs = list(programs.kernels(program, target, float32, mesh_shape))
+    runs = kernels(program, target, float32, mesh_shape)
     report = StepReport(
         target=target,
         argument_bytes=memory.argument_size_in_bytes,
@@ -401,30 +373,24 @@ def report_of(
         temporary_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         kernels=tuple(kernel for _, kernel in runs),
-        has_unknown_loop=programs.has_unknown_loop(program),
+        has_unknown_loop=any(x.trips is None for x in program.nodes),
         compile_seconds=compile_seconds,
     )
     if lowered is None:
         return report
-    results = [
-        (tuple(leaf.shape), str(leaf.dtype))
-        for leaf in jax.tree.leaves(lowered.out_info)
-    ]
-    arguments = list(arguments_of(lowered, compiled))
     step = CompiledStep(
         lowered,
+        jaxpr,
         program,
         runs,
-        uses_in(program),
-        arguments,
-        results,
+        list(arguments_of(lowered, compiled)),
+        [(x.shape, str(x.dtype)) for x in jax.tree.leaves(lowered.out_info)],
         float32,
         report.peak_bytes,
         target,
     )
-    return dataclasses.replace(
-        report, findings=tuple(findings_of(step, names, is_cpu=is_cpu))
-    )
+    findings = tuple(findings_of(step, names, is_cpu=is_cpu))
+    return dataclasses.replace(report, findings=findings)
 
 
 def _lowered(

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _HEAD = re.compile(r"^(?P<is_entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?\{$")
@@ -20,14 +22,13 @@ _CALLED = re.compile(
 )
 # A TPU's own memories, which only its layouts in tiles have, and the host's.
 _ELSEWHERE = re.compile(r"T\(.*S\(|\{:S\(|S\(5\)")
-_MPX = os.path.normpath(
-    os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
+_FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+).* line=(\d+)", re.MULTILINE)
+_FRAME = re.compile(
+    r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE
 )
-_INSTALLED = (
-    f"{os.sep}site-packages{os.sep}",
-    f"{os.sep}dist-packages{os.sep}",
-    _MPX + os.sep,
-)
+_INSTALLED = {"site-packages", "dist-packages"}
+_MPX = pathlib.Path(__file__).parents[2]
 
 
 class Shape(NamedTuple):
@@ -82,6 +83,13 @@ class Instruction:
         return match and match[1]
 
     @functools.cached_property
+    def name(self) -> str:
+        """The name that JAX gives it, with the transformations that made it, or that of
+        an argument.
+        """
+        return (self.attribute(r'op_name="([^"]*)') or "").replace("\\", "")
+
+    @functools.cached_property
     def operation(self) -> str:
         """The name of a library call, or the operation without the word that says that
         others run beside it.
@@ -118,6 +126,17 @@ class Instruction:
             if self.op == "fusion"
             else (self,)
         )
+
+    @property
+    def makers(self) -> tuple["Instruction", ...]:
+        """The operations that make its results: of a fusion, those in it."""
+        root = root_of(self.called[0]) if self.op == "fusion" else self
+        return root.operands if root.op == "tuple" else (root,)
+
+
+def root_of(computation: Sequence[Instruction]) -> Instruction:
+    """Return the operation whose result a computation returns."""
+    return next((x for x in computation if x.is_root), computation[-1])
 
 
 def parse(text: str) -> tuple[Instruction, ...]:
@@ -174,27 +193,22 @@ def _sources(text: str) -> dict[str, str]:
     """Return the line of each stack frame, or of the innermost frame around it outside
     of installed packages.
     """
-    tables: dict[str, dict[str, str]] = {}
-    table: dict[str, str] = {}
-    for line in text.splitlines():
-        if line.isalpha():
-            table = tables[line] = {}
-        elif row := re.match(r"(\d+) (.*)", line):
-            table[row[1]] = row[2]
-    files, locations = tables.get("FileNames", {}), tables.get("FileLocations", {})
+    # The table of files is the first one; that of functions has the same form.
+    files = dict(_FILE.findall(text.partition("\nFunctionNames\n")[0]))
+    locations = {
+        number: (files[file], line) for number, file, line in _LOCATION.findall(text)
+    }
     lines: dict[str, str] = {}
     own: dict[str, str] = {}
-    for frame, row in tables.get(
-        "StackFrames", {}
-    ).items():  # a frame stands behind those around it
-        fields = dict(re.findall(r"(\w+)=(\d+)", row))
-        place = dict(re.findall(r"(\w+)=(\d+)", locations[fields["file_location_id"]]))
-        file = files[place["file_name_id"]].strip('"')
-        lines[frame] = f"{_short(file)}:{place['line']}"
-        # XLA counts parents from 1 for "none", so that the outermost frame seems to be
-        # its own.
-        outer = own.get(str(int(fields.get("parent_frame_id", 0)) - 1), "")
-        own[frame] = outer if any(part in file for part in _INSTALLED) else lines[frame]
+    for frame, location, parent in _FRAME.findall(text):
+        file, line = locations[location]
+        lines[frame] = f"{_short(file)}:{line}"
+        # A frame stands behind those around it. XLA counts parents from 1 for "none",
+        # so that the outermost frame seems to be its own.
+        outer = own.get(str(int(parent or 0) - 1), "")
+        path = pathlib.Path(file)
+        is_own = _INSTALLED.isdisjoint(path.parts) and not path.is_relative_to(_MPX)
+        own[frame] = lines[frame] if is_own else outer
     return {frame: own[frame] or line for frame, line in lines.items()}
 
 
@@ -202,9 +216,7 @@ def _short(file: str) -> str:
     """Return a file relative to the working directory if it is below it, else its last
     two parts.
     """
-    relative = os.path.relpath(file) if file else os.pardir  # XLA may know no file
-    return (
-        relative
-        if not relative.startswith(os.pardir)
-        else os.sep.join(file.split(os.sep)[-2:])
-    )
+    relative = os.path.relpath(file or os.pardir)  # XLA may know no file
+    if relative.startswith(os.pardir):
+        return os.sep.join(file.split(os.sep)[-2:])
+    return relative
