@@ -15,7 +15,6 @@ from mpx.tools.program import TARGETS, findings
 from mpx.tools.program.findings import Argument, CompiledStep, arguments_of
 from mpx.tools.program.graph import Program
 from mpx.tools.program.kernels import kernels
-from mpx.tools.program.memory import Memory
 from mpx.tools.program.text import parse
 from tests.helpers import eight_cpu_devices
 
@@ -78,11 +77,11 @@ def step(program, arguments=((512, 512),), results=None, lowered=None):
     """Return the step of a program, with float32 arguments of some shapes, which it
     returns.
     """
-    given = [Argument(0, shape, shape, np.dtype("float32")) for shape in arguments]
+    given = [Argument(0, "w", shape, shape, np.dtype("float32")) for shape in arguments]
     returned = [argument.type for argument in given] if results is None else results
     return CompiledStep(
-        lowered,
         None,
+        lowered,
         program,
         kernels(program, mesh_shape={"data": 4}),
         given,
@@ -221,11 +220,12 @@ def test_an_argument_that_is_not_used_does_not_hide_the_shardings_of_others():
     placed = jax.ShapeDtypeStruct(
         (64, 64), jnp.float32, sharding=NamedSharding(mesh, P("data"))
     )
-    lowered = jax.jit(lambda used, unused: used + 1).lower(
+    traced = jax.jit(lambda used, unused: used + 1).trace(
         placed, jax.ShapeDtypeStruct((2,), jnp.uint32)
     )
-    used, _ = arguments_of(lowered, lowered.compile())
-    assert (used.shard, used.bytes) == ((8, 64), 4 * 8 * 64)
+    lowered = traced.lower()
+    used, _ = arguments_of(traced.jaxpr, lowered, lowered.compile())
+    assert (used.name, used.shard, used.bytes) == ("used", (8, 64), 4 * 8 * 64)
 
 
 def test_float32_numbers_between_kernels_that_all_round_them_are_found_with_the_bytes_that_16_bits_would_save():
@@ -254,10 +254,10 @@ def kept(use, shard=(128, 512), of=FORWARD):
     has a part.
     """
     given = step(program(GATHER.replace(', metadata={op_name="gather"}', of), *use))
-    weights = [Argument(0, (512, 512), shard, np.dtype("float32"))]
+    weights = [Argument(0, "w", (512, 512), shard, np.dtype("float32"))]
     return list(
         findings.gathered_weights_that_are_kept(
-            given._replace(arguments=weights), Memory(given.program)
+            dataclasses.replace(given, arguments=weights)
         )
     )
 
@@ -297,14 +297,16 @@ def test_a_copy_of_a_gathered_weight_is_kept_in_its_own_dtype():
 
 def beyond(*lines, memory_bytes=4 * 10**6 // 3):
     """Return findings on the peak of 2 MB of a program with a weight of 1,024 x 1,024."""
-    weights = [Argument(0, (4096, 1024), (1024, 1024), np.dtype("float32"))]
+    weights = [Argument(0, "w", (4096, 1024), (1024, 1024), np.dtype("float32"))]
     target = dataclasses.replace(TARGETS["h200"], memory_bytes=memory_bytes)
-    given = step(program(*lines))._replace(arguments=weights, results=[weights[0].type])
-    return list(
-        findings.beyond_the_memory(
-            given._replace(peak_bytes=2 * 10**6, target=target), Memory(given.program)
-        )
+    given = dataclasses.replace(
+        step(program(*lines)),
+        arguments=weights,
+        results=[weights[0].type],
+        peak_bytes=2 * 10**6,
+        target=target,
     )
+    return list(findings.beyond_the_memory(given))
 
 
 def test_the_peak_of_a_program_that_does_not_fit_is_told_by_its_three_largest_groups():
@@ -375,7 +377,8 @@ def test_a_float32_product_is_found_beside_products_in_few_bits():
     assert finding.bytes == 2 * SIZE * 4
     for alike in ([IN_FLOAT32], IN_BFLOAT16):
         assert not found(findings.float32_products, *alike)
-    asked_for = step(program(IN_FLOAT32, *IN_BFLOAT16))._replace(float32="tf32")
+    asked_for = step(program(IN_FLOAT32, *IN_BFLOAT16))
+    asked_for = dataclasses.replace(asked_for, float32="tf32")
     assert not list(findings.float32_products(asked_for))
 
 

@@ -3,11 +3,12 @@ the remedy.
 """
 
 import dataclasses
-import inspect
+import functools
 import itertools
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +74,7 @@ class Argument(NamedTuple):
     """An array that a step takes."""
 
     position: int  # of the argument that holds it
+    name: str  # of that argument
     shape: tuple[int, ...]
     shard: tuple[int, ...]  # the shape of what one device holds
     dtype: np.dtype
@@ -89,11 +91,12 @@ class Argument(NamedTuple):
         return bytes_of(self.dtype, math.prod(self.shard))
 
 
-class CompiledStep(NamedTuple):
-    """A step as it was lowered and compiled: what finders look at."""
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """A step as it was traced, lowered and compiled: what finders look at."""
 
-    lowered: Any
     jaxpr: Any
+    lowered: Any
     program: Program
     runs: Runs
     arguments: Sequence[Argument]
@@ -102,13 +105,14 @@ class CompiledStep(NamedTuple):
     peak_bytes: int = 0  # memory that one run needs
     target: Target | None = None  # if its figures are known
 
-    @property
+    @functools.cached_property
     def least_bytes(self) -> float:
         """Bytes that are held or sent for nothing and worth a word."""
         return WORTH_A_WORD * sum(argument.bytes for argument in self.arguments)
 
-    def weights(self, *of: str) -> set[tuple[int, ...]]:
-        """Return the `"shape"` or `"shard"` of each weight, and of one layer of a
+    @functools.cached_property
+    def weights(self) -> set[tuple[int, ...]]:
+        """The shapes of weights, of what one device has of them, and of one layer of a
         stack, with sorted axes.
 
         A weight is an argument with the shape of a result: a new weight, or its
@@ -116,12 +120,45 @@ class CompiledStep(NamedTuple):
         """
         results = {shape for shape, _ in self.results}
         wholes = [
-            getattr(x, name)
+            whole
             for x in self.arguments
             if jnp.issubdtype(x.dtype, jnp.floating) and x.shape in results
-            for name in of
+            for whole in (x.shape, x.shard)
         ]
         return {tuple(sorted(part)) for whole in wholes for part in (whole, whole[1:])}
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """Where its arrays lie, and when."""
+        return Memory(self.program)
+
+    @functools.cached_property
+    def gathered(self) -> list[Array]:
+        """The gathered weights, and their copies, such as stacks of them that loops
+        fill.
+        """
+        users, writers = self.memory.users, self.memory.writers
+        found = {
+            x
+            for x in users
+            if x.maker.operation == "all-gather"
+            and any(
+                self.has_shape_of_weight(shape)
+                for given in x.maker.operands
+                for shape in given.shapes
+            )
+        }
+        using = {user for x in found for user in users[x]}
+        copying = {
+            x
+            for x, kernel in self.runs
+            if x in using and kernel.kind == "conversions and copies"
+        }
+        return [x for x in users if x in found or writers.get(x, x.maker) in copying]
+
+    def has_shape_of_weight(self, shape: Shape) -> bool:
+        """Return whether a weight has this shape, in any order of the axes."""
+        return tuple(sorted(shape.dims)) in self.weights
 
     def sends(self, *operations: str) -> Runs:
         """Return the kernels of collectives."""
@@ -131,38 +168,44 @@ class CompiledStep(NamedTuple):
 
 
 def findings_of(
-    step: CompiledStep, names: Sequence[str] | None, *, is_cpu: bool
+    step: CompiledStep, *, is_cpu: bool, is_donation_known: bool
 ) -> Iterator[Finding]:
-    """Yield all findings; those on donation if the names of the step's arguments are
-    known.
-    """
-    yield from of_chain(step.jaxpr)
-    yield from of_donation(step, names) if names is not None else ()
-    yield from sums_in_16_bits(step)
-    yield from sums_of_which_a_part_is_used(step)
-    yield from gathers_of_states(step)
-    memory = Memory(step.program)
-    yield from beyond_the_memory(step, memory)
-    yield from gathered_weights_that_are_kept(step, memory)
-    if not is_cpu:  # a CPU computes and sends in float32 whatever the dtype
-        yield from gathers_of_float32(step)
-        yield from products_of_a_rule(step)
-        yield from float32_products(step)
-        yield from products_in_another_dtype(step)
-        yield from float32_between_kernels(step)
+    """Yield all findings."""
+    finders = [
+        of_chain,
+        sums_in_16_bits,
+        sums_of_which_a_part_is_used,
+        gathers_of_states,
+        beyond_the_memory,
+        gathered_weights_that_are_kept,
+    ]
+    if is_donation_known:
+        finders.insert(1, of_donation)
+    if not is_cpu:  # which computes and sends in float32 whatever the dtype
+        finders += [
+            gathers_of_float32,
+            products_of_a_rule,
+            float32_products,
+            products_in_another_dtype,
+            float32_between_kernels,
+        ]
+    for finder in finders:
+        yield from finder(step)
 
 
-def arguments_of(lowered: Any, compiled: Any) -> Iterator[Argument]:
+def arguments_of(jaxpr: Any, lowered: Any, compiled: Any) -> Iterator[Argument]:
     """Yield the arrays that a step takes."""
+    names = jaxpr.jaxpr.debug_info.arg_names
     leaves = jax.tree.leaves_with_path(lowered.args_info)
     # There is None for the sharding of an argument that the program does not use.
     shardings = jax.tree.structure(lowered.args_info).flatten_up_to(
         compiled.input_shardings
     )
-    for (path, leaf), sharding in zip(leaves, shardings, strict=True):
+    for name, (path, leaf), sharding in zip(names, leaves, shardings, strict=True):
         shape = tuple(leaf.shape)
         shard = shape if sharding is None else sharding.shard_shape(shape)
-        yield Argument(path[1].idx, shape, shard, leaf.dtype, leaf.donated)
+        first = re.split(r"\W", name)[0]  # of `params['w']`
+        yield Argument(path[1].idx, first, shape, shard, leaf.dtype, leaf.donated)
 
 
 def _worth_a_word(
@@ -184,11 +227,12 @@ def _worth_a_word(
         yield Finding(what, size, remedy, source)
 
 
-def of_chain(program: Any) -> Iterator[Finding]:
+def of_chain(step: CompiledStep) -> Iterator[Finding]:
     """Yield what a training step changes between `value_and_grad`, the chain of its
     optimizer and its parameters.
     """
-    _, received, landed = followed(program, [Value(OLD)] * len(program.in_avals))
+    given = [Value(OLD)] * len(step.jaxpr.in_avals)
+    _, received, landed = followed(step.jaxpr, given)
     scaled = [value for value in received[SCALED] if value.origin == GRADIENT]
     for (origin, by), count in Counter(
         (value.origin, value.changed_by)
@@ -209,7 +253,7 @@ def of_chain(program: Any) -> Iterator[Finding]:
         )
 
 
-def of_donation(step: CompiledStep, names: Sequence[str]) -> Iterator[Finding]:
+def of_donation(step: CompiledStep) -> Iterator[Finding]:
     """Yield arguments that come back and are not donated, and donated buffers that XLA
     copies.
     """
@@ -225,7 +269,7 @@ def of_donation(step: CompiledStep, names: Sequence[str]) -> Iterator[Finding]:
         if size > step.least_bytes and types <= free:
             free -= types
             yield Finding(
-                f"Argument {i}{f' ({names[i]})' if i < len(names) else ''} comes back"
+                f"Argument {i} (`{leaves[0].name}`) comes back"
                 " in the same shape and is not donated, so that old and new are held"
                 " at once",
                 size,
@@ -265,28 +309,10 @@ def _copies(step: CompiledStep) -> Iterator[Finding]:
         )
 
 
-def names_of(step: Callable[..., Any], args: Sequence[Any], lowered: Any) -> list[str]:
-    """Return the names of the positional arguments of a function, as far as it says
-    them.
-    """
-    if len(lowered.args_info[0]) != len(args):
-        return ["static ones not counted"] * len(args)
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # functions that are not written in Python
-        return []
-    return [
-        f"`{p.name}`"
-        for p in parameters
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-
-
 def sums_in_16_bits(step: CompiledStep) -> Iterator[Finding]:
     """Yield the sums of gradients, which have the shapes of weights in any order of the
     axes.
     """
-    weights = step.weights("shape", "shard")
     found: Found = []
     for x, kernel in step.sends("all-reduce", "reduce-scatter"):
         added = [
@@ -298,7 +324,7 @@ def sums_in_16_bits(step: CompiledStep) -> Iterator[Finding]:
         found += [
             (kernel, _part_of(kernel, [shape], added), shape.dtype)
             for shape in added
-            if shape.dtype in ("bf16", "f16") and tuple(sorted(shape.dims)) in weights
+            if shape.dtype in ("bf16", "f16") and step.has_shape_of_weight(shape)
         ]
     yield from _worth_a_word(
         found,
@@ -472,17 +498,15 @@ def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
         )
 
 
-def gathered_weights_that_are_kept(
-    step: CompiledStep, memory: Memory
-) -> Iterator[Finding]:
+def gathered_weights_that_are_kept(step: CompiledStep) -> Iterator[Finding]:
     """Yield gathered weights, or copies of them, that the forward pass makes and the
     backward pass uses.
     """
     kept = [
         x
-        for x in _gathered_weights(step, memory)
+        for x in step.gathered
         if _BACKWARD not in x.maker.name
-        and any(_BACKWARD in user.name for user in memory.users[x])
+        and any(_BACKWARD in user.name for user in step.memory.users[x])
     ]
     size = sum(x.shape.bytes for x in kept)
     if size > step.least_bytes:
@@ -493,21 +517,21 @@ def gathered_weights_that_are_kept(
         yield Finding(what, size, _GATHER_AGAIN, kept[0].maker.source)
 
 
-def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
+def beyond_the_memory(step: CompiledStep) -> Iterator[Finding]:
     """Yield the three largest groups of arrays, of one line and dtype, at the peak of a
     program that does not fit.
     """
     target = step.target
     if target is None or step.peak_bytes <= target.usable_bytes:
         return
-    shards, gathered = step.weights("shard"), _gathered_weights(step, memory)
+    memory = step.memory
     groups: dict[tuple[str, str, str], list[Array]] = defaultdict(list)
     for x in memory.peak:
         writer = memory.writers.get(x, x.maker)
         is_wide = x.shape.dtype == "f32"
         is_forward = "jvp(" in writer.name
         is_backward = _BACKWARD in writer.name
-        is_weight = tuple(sorted(x.shape.dims)) in shards
+        is_weight = step.has_shape_of_weight(x.shape)
         if x.maker.op == "parameter":
             remedy = (
                 "Hold it in fewer bits (`mpx.compare_plans` shows how), or on more"
@@ -515,7 +539,7 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
             )
         elif x not in memory.users:
             remedy = "Donate the argument whose place it takes (`donate_argnums`)."
-        elif x in gathered:
+        elif x in step.gathered:
             remedy = _GATHER_AGAIN
         elif is_wide and is_weight and is_backward:
             remedy = 'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.'
@@ -552,34 +576,6 @@ def beyond_the_memory(step: CompiledStep, memory: Memory) -> Iterator[Finding]:
         size = sum(x.shape.bytes for x in arrays)
         found.append(Finding(f"{peak}. It holds {many}{such}", size, remedy, source))
     yield from sorted(found, key=lambda finding: -finding.bytes)[:3]
-
-
-def _gathered_weights(step: CompiledStep, memory: Memory) -> list[Array]:
-    """Return the gathered weights, and their copies, such as stacks of them that loops
-    fill.
-    """
-    shards = step.weights("shard")
-    found = {
-        x
-        for x in memory.users
-        if x.maker.operation == "all-gather"
-        and any(
-            tuple(sorted(shape.dims)) in shards
-            for given in x.maker.operands
-            for shape in given.shapes
-        )
-    }
-    using = {user for x in found for user in memory.users[x]}
-    copying = {
-        x
-        for x, kernel in step.runs
-        if x in using and kernel.kind == "conversions and copies"
-    }
-    return [
-        x
-        for x in memory.users
-        if x in found or memory.writers.get(x, x.maker) in copying
-    ]
 
 
 def _part_of(kernel: Kernel, part: Sequence[Shape], whole: Sequence[Shape]) -> int:

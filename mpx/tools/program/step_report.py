@@ -4,6 +4,7 @@ bound of its time.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from mpx.tools.program.findings import (
     Finding,
     arguments_of,
     findings_of,
-    names_of,
 )
 from mpx.tools.program.graph import Program
 from mpx.tools.program.kernels import Kernel, Kind, kernels, moved_by, totals
@@ -328,7 +328,7 @@ def step_report(
     seconds = time.perf_counter() - start
     # What another library's jit donates (`equinox.filter_jit`) is not known from
     # outside.
-    is_known = (
+    is_donation_known = (
         isinstance(step, jax.stages.Wrapped)
         or not hasattr(step, "lower")
         or donate_argnums != ()
@@ -337,10 +337,10 @@ def step_report(
         compiled,
         lowered,
         jaxpr,
-        names_of(step, args, lowered) if is_known else None,
         target=device,
         mesh_shape=mesh and mesh.shape,
         compile_seconds=seconds,
+        is_donation_known=is_donation_known,
     )
 
 
@@ -348,17 +348,16 @@ def report_of(
     compiled: Any,
     lowered: Any = None,
     jaxpr: Any = None,
-    names: Sequence[str] | None = None,
     *,
     target: Target | None,
     mesh_shape: Mapping[str, int] | None = None,
     compile_seconds: float,
+    is_donation_known: bool = True,
 ) -> StepReport:
     """Return the report of a program that has been compiled, for a target or, with
     None, for an unknown device here.
 
-    Its findings need the program as it was lowered and traced too, and those on
-    donation the names of its arguments.
+    Its findings need the program as it was lowered and traced too.
     """
     memory = compiled.memory_analysis()
     program = Program(parse(compiled.as_text()))
@@ -379,18 +378,18 @@ def report_of(
     if lowered is None:
         return report
     step = CompiledStep(
-        lowered,
         jaxpr,
+        lowered,
         program,
         runs,
-        list(arguments_of(lowered, compiled)),
+        list(arguments_of(jaxpr, lowered, compiled)),
         [(x.shape, str(x.dtype)) for x in jax.tree.leaves(lowered.out_info)],
         float32,
         report.peak_bytes,
         target,
     )
-    findings = tuple(findings_of(step, names, is_cpu=is_cpu))
-    return dataclasses.replace(report, findings=findings)
+    findings = findings_of(step, is_cpu=is_cpu, is_donation_known=is_donation_known)
+    return dataclasses.replace(report, findings=tuple(findings))
 
 
 def _lowered(
@@ -432,7 +431,8 @@ def _lowered(
     def put(array, leaf):
         return leaf if array is None else array
 
-    def of_arrays(*argument):  # the name that XLA gives each array
+    @functools.wraps(step)  # with the names of its arguments
+    def of_arrays(*argument):
         return arrays_of(
             step(*jax.tree.map(put, argument, args, is_leaf=lambda leaf: leaf is None))
         )
