@@ -73,7 +73,7 @@ def program(*lines, called=""):
     return Program(parse("\n".join([ADDING, called, head, *body, "}"])))
 
 
-def step(program, arguments=((512, 512),), results=None, lowered=None):
+def step(program, arguments=((512, 512),), results=None):
     """Return the step of a program, with float32 arguments of some shapes, which it
     returns.
     """
@@ -81,7 +81,6 @@ def step(program, arguments=((512, 512),), results=None, lowered=None):
     returned = [argument.type for argument in given] if results is None else results
     return CompiledStep(
         None,
-        lowered,
         program,
         kernels(program, mesh_shape={"data": 4}),
         given,
@@ -95,7 +94,7 @@ def found(finder, *lines, called="", **options):
 
 
 def gathers(*lines, **options):
-    return found(findings.gathers_of_float32, *lines, **options)
+    return found(findings.float32_that_is_rounded, *lines, **options)
 
 
 GATHER = "%g = f32[512,512]{1,0} all-gather(%a), dimensions={0}, " + MANY
@@ -143,23 +142,6 @@ def test_a_float32_array_that_is_gathered_and_then_rounded_is_found_with_half_of
 def test_another_use_of_a_gathered_array_keeps_it_in_float32(other_use):
     assert gathers(GATHER, NARROW_USE, other_use, called=NARROWING + WRITING) == []
     assert gathers(GATHER, other_use, called=WRITING) == [] or "f16" in other_use
-
-
-def test_a_gather_used_in_float32_is_found_only_beside_products_in_few_bits():
-    product = (
-        "%d = bf16[512,512]{1,0} dot(%n, %n), lhs_contracting_dims={1},"
-        " rhs_contracting_dims={0}"
-    )
-    use = "%v = f32[512,512]{1,0} add(%g, %b)"
-    (finding,) = gathers(GATHER, use, product)
-    assert (
-        finding.what
-        == "Devices gather float32 arrays that are used in float32 (1 of all-gather)"
-    )
-    assert finding.bytes == 3 * SIZE
-    assert (
-        gathers(GATHER, use, product.replace("bf16", "f32").replace("%n", "%b")) == []
-    )
 
 
 def sum_in(dtype, name="n"):
@@ -230,7 +212,7 @@ def test_an_argument_that_is_not_used_does_not_hide_the_shardings_of_others():
 
 def test_float32_numbers_between_kernels_that_all_round_them_are_found_with_the_bytes_that_16_bits_would_save():
     between = lambda *lines: found(
-        findings.float32_between_kernels, *lines, called=NARROWING + WRITING
+        findings.float32_that_is_rounded, *lines, called=NARROWING + WRITING
     )
     write = "%g = f32[512,512]{1,0} fusion(%b), kind=kLoop, calls=%writing"
     (finding,) = between(write, NARROW_USE, NARROW_USE.replace("%u", "%w"))
@@ -380,21 +362,6 @@ def test_a_float32_product_is_found_beside_products_in_few_bits():
     asked_for = step(program(IN_FLOAT32, *IN_BFLOAT16))
     asked_for = dataclasses.replace(asked_for, float32="tf32")
     assert not list(findings.float32_products(asked_for))
-
-
-def test_a_product_in_another_dtype_than_the_step_asked_for_is_found_by_its_line():
-    square = jax.jit(lambda a: a @ a)
-    asked, other = (
-        square.lower(jax.ShapeDtypeStruct((512, 512), dtype))
-        for dtype in (jnp.bfloat16, jnp.float32)
-    )
-    ran = lambda lowered: step(
-        Program(parse(lowered.as_text("hlo", debug_info=True))), lowered=asked
-    )
-    (finding,) = findings.products_in_another_dtype(ran(other))
-    assert finding.what == "A product of bf16 runs in f32"
-    assert finding.source.startswith("tests/tools/test_findings.py:")
-    assert not list(findings.products_in_another_dtype(ran(asked)))
 
 
 @pytest.mark.parametrize(

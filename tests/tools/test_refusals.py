@@ -177,7 +177,7 @@ PROGRAM = [
     (
         step(loss_fn, ONES, ONES, donate_argnums=(0, 2)),
         ValueError,
-        "2 arguments, so none at",
+        "only accepts 2 positional arguments",
     ),
     (lambda: target_devices("h100", 0), ValueError, "`count` must be 1 or more"),
     (lambda: parse("HloModule empty\n"), ValueError, "not a compiled program"),

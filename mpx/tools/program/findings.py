@@ -21,15 +21,13 @@ from mpx._transforms.loss_scaling import SCALED
 from mpx.tools.program.graph import Program
 from mpx.tools.program.kernels import (
     Kernel,
-    dtype_of_product,
-    flops_of,
     kind_of,
     moved_by,
     totals,
 )
 from mpx.tools.program.memory import Array, Memory
 from mpx.tools.program.targets import Target
-from mpx.tools.program.text import Instruction, Shape, parse
+from mpx.tools.program.text import Instruction, Shape
 
 # of all bytes of its kind: XLA may copy a bias, or gather one in float32, for other
 # reasons
@@ -39,7 +37,7 @@ _BACKWARD = "transpose("  # in the name of an instruction of the backward pass
 # of all FLOPs: a program with so many narrow products is meant to multiply in few bits
 _MANY = 0.1
 # Numbers stay the same.
-_MOVES = "bitcast copy transpose reshape slice dynamic-slice".split()
+_MOVES = ("bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice")
 Type = tuple[tuple[int, ...], str]  # the shape and the dtype of an array
 # Kernels, how many bytes of each run are found fault with, and a dtype.
 Found = list[tuple[Kernel, int, str]]
@@ -96,7 +94,6 @@ class CompiledStep:
     """A step as it was traced, lowered and compiled: what finders look at."""
 
     jaxpr: Any
-    lowered: Any
     program: Program
     runs: Runs
     arguments: Sequence[Argument]
@@ -183,11 +180,9 @@ def findings_of(
         finders.insert(1, of_donation)
     if not is_cpu:  # which computes and sends in float32 whatever the dtype
         finders += [
-            gathers_of_float32,
             products_of_a_rule,
             float32_products,
-            products_in_another_dtype,
-            float32_between_kernels,
+            float32_that_is_rounded,
         ]
     for finder in finders:
         yield from finder(step)
@@ -388,68 +383,65 @@ def _stays_whole(x: Instruction, user: Instruction) -> bool:
     )
 
 
-def gathers_of_float32(step: CompiledStep) -> Iterator[Finding]:
-    """Yield float32 arrays that are sent whole: to be rounded right after, or in a
-    program of narrow products.
+def float32_that_is_rounded(step: CompiledStep) -> Iterator[Finding]:
+    """Yield float32 arrays that devices send, or that one kernel writes and others
+    read, though all uses round them first.
     """
-    rounded: Found = []
-    others: Found = []
-    of_rules = [kernel for _, kernel in _sent_for_rules(step)]
-    for kernel, array, dtype in _wide(step, step.sends("all-gather", "all-to-all")):
-        size = _part_of(kernel, array.shapes, kernel.shapes)
-        if dtype:
-            rounded.append((kernel, size // 2, dtype))
-        elif kernel.operation == "all-gather" and kernel not in of_rules:
-            others.append((kernel, size, ""))
+    sent: Found = []
+    written: Found = []
+    for x, kernel in step.runs:
+        for array in step.program.arrays_of(x):
+            dtype = _rounded_to(array, step.program)
+            if dtype and kernel.operation in ("all-gather", "all-to-all"):
+                size = _part_of(kernel, array.shapes, kernel.shapes)
+                sent.append((kernel, size // 2, dtype))
+            elif dtype and kernel.kind != "collectives":
+                times = 1 + len(step.program.used_by[array])
+                written.append((kernel, times * array.shapes[0].bytes // 2, dtype))
     yield from _worth_a_word(
-        rounded,
+        sent,
         "Devices send float32 arrays that are rounded to {dtypes} right after"
         " ({count})",
         "Cast them before they are sent, as `mpx.autocast` does: with `.astype` in"
         " front of the gather.",
         step.least_bytes,
     )
-    if any(
-        dtype.startswith(_NARROW) for _, kernel in step.runs for dtype in kernel.flops
-    ):
-        yield from _worth_a_word(
-            others,
-            "Devices gather float32 arrays that are used in float32 ({count})",
-            "A rule that mixes the numbers of a matrix (Shampoo, clipping by layer)"
-            " needs it whole, and so does the gradient of an embedding that is sharded"
-            " by rows. A weight is gathered so if some use of it is in float32:"
-            " `mpx.explain` shows which.",
-            step.least_bytes,
-        )
+    yield from _worth_a_word(
+        written,
+        "Kernels write float32 numbers that all others round to {dtypes} before they"
+        " use them",
+        "Cast them where they are made. The gradient of a look-up, as in a"
+        " cross-entropy of integer labels, is one: with one-hot labels there is none.",
+        WORTH_A_WORD * moved_by(kernel for _, kernel in step.runs),
+    )
 
 
-def _wide(
-    step: CompiledStep, runs: Runs
-) -> Iterator[tuple[Kernel, Instruction, str | None]]:
-    """Yield the float32 arrays that kernels make, and the dtype with fewer bits that
-    all uses of one convert it to first; None if there is no such.
+def _rounded_to(array: Instruction, program: Program) -> str:
+    """Return the dtype with fewer bits that all uses of a float32 array convert it to
+    first; empty if there is no such.
     """
-    for x, kernel in runs:
-        for array in step.program.arrays_of(x):
-            if array.shapes[0].dtype == "f32":
-                uses = step.program.last_users(array, lambda _, user: user.op in _MOVES)
-                to = {
-                    user.shapes[0].dtype
-                    if user
-                    and user.op == "convert"
-                    and user.shapes[0].bits < array.shapes[0].bits
-                    else None
-                    for _, user in uses
-                }
-                yield kernel, array, to.pop() if len(to) == 1 else None
+    dtypes = {
+        user.shapes[0].dtype
+        if user and user.op == "convert" and user.shapes[0].bits < 32
+        else ""
+        for _, user in program.last_users(array, lambda _, user: user.op in _MOVES)
+    }
+    return dtypes.pop() if array.shapes[0].dtype == "f32" and len(dtypes) == 1 else ""
 
 
 def products_of_a_rule(step: CompiledStep) -> Iterator[Finding]:
     """Yield what devices send to multiply divided matrices outside of the loss and its
-    gradient, as Muon does.
+    gradient, as Muon does: an operand or a result of a product.
     """
+    has_gradient = any("jvp(" in x.name for x, _ in step.runs)
     yield from _worth_a_word(
-        [(kernel, kernel.sent_bytes, "") for _, kernel in _sent_for_rules(step)],
+        [
+            (kernel, kernel.sent_bytes, "")
+            for x, kernel in step.runs
+            # XLA gives what it sends for a product the name of the product.
+            if has_gradient and kernel.sent_bytes and "jvp(" not in x.name
+            if x.name.endswith("dot_general")
+        ],
         "A rule multiplies matrices that lie on several devices, which send them for"
         " each product ({count})",
         "Write the rule as a chain that gives each device whole matrices:"
@@ -458,44 +450,22 @@ def products_of_a_rule(step: CompiledStep) -> Iterator[Finding]:
     )
 
 
-def _sent_for_rules(step: CompiledStep) -> Runs:
-    """Return what sends an operand or a result of a product, of a step with a gradient
-    but not in it.
-
-    XLA gives what it sends for a product the name of the product.
-    """
-    if not any("jvp(" in x.name for x, _ in step.runs):
-        return []
-    sent = step.sends("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
-    return [
-        (x, kernel)
-        for x, kernel in sent
-        if x.name.endswith("dot_general") and "jvp(" not in x.name
-    ]
-
-
 def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
     """Yield optimizer states in 8 bits that devices gather."""
-    if any(
-        jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize == 1
-        for x in step.arguments
-    ):
-        codes = [
-            (kernel, [x for x in kernel.shapes if x.dtype in ("s8", "u8", "u32")])
+    has_codes = any(x.type[1] in ("int8", "uint8") for x in step.arguments)
+    yield from _worth_a_word(
+        [
+            (kernel, _part_of(kernel, [shape], kernel.shapes), "")
             for _, kernel in step.sends("all-gather")
-        ]
-        yield from _worth_a_word(
-            [
-                (kernel, _part_of(kernel, x, kernel.shapes), "")
-                for kernel, x in codes
-                if x
-            ],
-            "Devices gather numbers of an optimizer state in 8 bits, whose blocks reach"
-            " over several of them",
-            "Give `block_size` a divisor of the columns that a device has, or use a"
-            " mesh of explicit axes.",
-            step.least_bytes,
-        )
+            for shape in kernel.shapes
+            if has_codes and shape.dtype in ("s8", "u8", "u32")
+        ],
+        "Devices gather numbers of an optimizer state in 8 bits, whose blocks reach"
+        " over several of them",
+        "Give `block_size` a divisor of the columns that a device has, or use a"
+        " mesh of explicit axes.",
+        step.least_bytes,
+    )
 
 
 def gathered_weights_that_are_kept(step: CompiledStep) -> Iterator[Finding]:
@@ -612,45 +582,3 @@ def float32_products(step: CompiledStep) -> Iterator[Finding]:
             " `mpx.autocast` casts both. For an optimizer that multiplies matrices"
             ' (Muon): `mpx.each_matrix(mpx.newton_schulz, products="f16")`.',
         )
-
-
-def products_in_another_dtype(step: CompiledStep) -> Iterator[Finding]:
-    """Yield products that XLA computes in another dtype than the step asks for, by
-    lines of its code.
-    """
-    asked: dict[str, set[str]] = defaultdict(set)
-    for x in Program(parse(step.lowered.as_text("hlo", debug_info=True))).nodes:
-        if flops_of(x):
-            asked[x.source].add(dtype_of_product(x, step.float32))
-    found: dict[tuple[str, str], Found] = defaultdict(list)
-    for instruction, kernel in step.runs:
-        for x in filter(flops_of, instruction.parts):
-            dtype = dtype_of_product(x, step.float32)
-            if dtype not in asked.get(x.source, [dtype]):
-                found[dtype, x.source].append((kernel, kernel.bytes, dtype))
-    for (dtype, source), kernels in found.items():
-        yield from _worth_a_word(
-            kernels,
-            f"A product of {' or '.join(sorted(asked[source]))} runs in {dtype}",
-            "The device or the library has no such product of these sizes: change them,"
-            " or the dtype.",
-        )
-
-
-def float32_between_kernels(step: CompiledStep) -> Iterator[Finding]:
-    """Yield float32 arrays that one kernel writes and others read, though each of them
-    rounds them first.
-    """
-    runs = [(x, kernel) for x, kernel in step.runs if kernel.kind != "collectives"]
-    yield from _worth_a_word(
-        [
-            (kernel, x.shapes[0].bytes // 2 * (1 + len(step.program.used_by[x])), dtype)
-            for kernel, x, dtype in _wide(step, runs)
-            if dtype
-        ],
-        "Kernels write float32 numbers that all others round to {dtypes} before they"
-        " use them",
-        "Cast them where they are made. The gradient of a look-up, as in a"
-        " cross-entropy of integer labels, is one: with one-hot labels there is none.",
-        WORTH_A_WORD * moved_by(kernel for _, kernel in step.runs),
-    )

@@ -117,8 +117,8 @@ def kernels(
     """
 
     def kernel_of(x, kind, times):
-        products = list(filter(flops_of, x.parts))
-        flops = totals((dtype_of_product(y, float32), flops_of(y)) for y in products)
+        products = list(filter(_flops, x.parts))
+        flops = totals((dtype_of_product(y, float32), _flops(y)) for y in products)
         moved = _moved(x, program)
         operation, axes, sent_bytes = (
             _sent(x, mesh_shape or {})
@@ -180,7 +180,7 @@ def _sent(x: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, str, int]
     # In a ring: all parts of an array but one.
     if not operation.startswith("collective"):
         rounds = 2 if operation == "all-reduce" else 1
-        sent = rounds * sent * (len(group) - 1) // max(1, len(group))
+        sent = rounds * sent * (len(group) - 1) // len(group)
     return operation, _axes(group, mesh_shape), sent
 
 
@@ -264,7 +264,7 @@ def _replaced(part: Instruction) -> Shape:
     return new._replace(dtype=part.results[0].dtype, layout=part.results[0].layout)
 
 
-def flops_of(part: Instruction) -> int:
+def _flops(part: Instruction) -> int:
     """Return the FLOPs of a matrix product or convolution; 0 of anything else."""
     if part.operation.startswith(("convolution", "__cudnn$conv")):
         return _conv_flops(part)
@@ -311,7 +311,7 @@ def _axes(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
     do not follow the mesh.
     """
     sizes = tuple(mesh_shape.values())
-    if not sizes or max(group, default=math.inf) >= math.prod(sizes):
+    if not sizes or max(group) >= math.prod(sizes):
         return ""
     places = zip(mesh_shape, np.unravel_index(group, sizes), strict=True)
     along = [name for name, place in places if len(set(place)) > 1]

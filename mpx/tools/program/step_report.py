@@ -379,7 +379,6 @@ def report_of(
         return report
     step = CompiledStep(
         jaxpr,
-        lowered,
         program,
         runs,
         list(arguments_of(jaxpr, lowered, compiled)),
@@ -415,14 +414,6 @@ def _lowered(
         return (
             getattr(lowered, "lowered", lowered),
             getattr(traced, "traced", traced).jaxpr,
-        )
-    given = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
-    if beyond := [
-        position for position in given if not -len(args) <= position < len(args)
-    ]:
-        raise ValueError(
-            f"`step_report`: the step has {len(args)} arguments, so none at"
-            f" {beyond} can be donated."
         )
 
     def arrays_of(tree):

@@ -213,26 +213,24 @@ def _gpus(target: Target, count: int) -> list[Any]:
             f"`target_devices`: the {target.name} can be planned for (`mpx plan`), but"
             " not compiled for."
         )
-    version = next(
-        (
-            version
-            for name, version in _CUDA.items()
-            if importlib.util.find_spec(f"jax_{name}_plugin")
-        ),
-        "",
-    )
-    if not version:
+    versions = [
+        version
+        for name, version in _CUDA.items()
+        if importlib.util.find_spec(f"jax_{name}_plugin")
+    ]
+    if not versions:
         raise RuntimeError(
             f"The compiler for the {target.name} is not installed: pip install"
             ' "jax[cuda13-local]".'
         )
     allow_targets()
-    chip = dict(target.gpu) | {
-        "optin": target.gpu["shared"] - 2**10,
-        "bandwidth": int(target.bandwidth),
-    }
     config = _GPU.format(
-        name=target.name, memory=target.memory_bytes, version=version, **chip
+        name=target.name,
+        memory=target.memory_bytes,
+        bandwidth=int(target.bandwidth),
+        optin=target.gpu["shared"] - 2**10,
+        version=versions[0],
+        **target.gpu,
     )
     try:
         return list(

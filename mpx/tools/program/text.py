@@ -11,10 +11,14 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_HEAD = re.compile(r"^(?P<is_entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?\{$")
+_COMPUTATION = re.compile(
+    r"^(?P<is_entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\([^\n]*)?\{\n(?P<body>.*?)^\}",
+    re.MULTILINE | re.DOTALL,
+)
 _LINE = re.compile(
-    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = "
-    r"(?P<shapes>.*?) (?P<op>[a-z][\w\-]*)\((?P<operands>[^)]*)\)(?P<attributes>.*)$"
+    r"^ +(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<shapes>.*?) "
+    r"(?P<op>[a-z][\w\-]*)\((?P<operands>[^)\n]*)\)(?P<attributes>.*)$",
+    re.MULTILINE,
 )
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _CALLED = re.compile(
@@ -143,35 +147,30 @@ def parse(text: str) -> tuple[Instruction, ...]:
     """Return the operations of a program in the order of execution."""
     sources = _sources(text)
     computations: dict[str, tuple[Instruction, ...]] = {}
-    body: dict[str, Instruction] = {}
-    head = None
     donated = re.findall(r"\{[\d,]*\}: \((\d+),", text.partition("\n")[0])
-    for line in text.splitlines():
-        if found := _HEAD.match(line):
-            head, body = found, {}
-        elif head and line.startswith("}"):
-            # It stands in front of those that call it.
-            computations[head["name"]] = tuple(body.values())
-            if head["is_entry"]:
-                return computations[head["name"]]
-        elif match := _LINE.match(line):
-            frame = re.search(r"stack_frame_id=(\d+)", match["attributes"])
-            body[match["name"]] = Instruction(
-                op=match["op"],
-                shapes=_shapes(match["shapes"]),
+    for found in _COMPUTATION.finditer(text):
+        body: dict[str, Instruction] = {}
+        for line in _LINE.finditer(found["body"]):
+            frame = re.search(r"stack_frame_id=(\d+)", line["attributes"])
+            called = _names(" ".join(_CALLED.findall(line["attributes"])))
+            number = line["operands"] if line["op"] == "parameter" else ""
+            body[line["name"]] = Instruction(
+                op=line["op"],
+                shapes=_shapes(line["shapes"]),
                 operands=tuple(
-                    body[name] for name in _names(match["operands"]) if name in body
+                    body[name] for name in _names(line["operands"]) if name in body
                 ),
-                called=tuple(
-                    computations[name]
-                    for name in _names(" ".join(_CALLED.findall(match["attributes"])))
-                ),
-                attributes=match["attributes"],
+                # They stand in front of it.
+                called=tuple(computations[name] for name in called),
+                attributes=line["attributes"],
                 source=sources.get(frame[1], "") if frame else "",
-                is_root=bool(match["root"]),
-                number=int(match["operands"]) if match["op"] == "parameter" else None,
-                is_donated=match["op"] == "parameter" and match["operands"] in donated,
+                is_root=bool(line["root"]),
+                number=int(number) if number else None,
+                is_donated=number in donated,
             )
+        computations[found["name"]] = tuple(body.values())
+        if found["is_entry"]:
+            return computations[found["name"]]
     raise ValueError(
         "This text has no entry computation: it is not a compiled program of XLA."
     )
