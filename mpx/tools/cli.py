@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
@@ -34,17 +35,14 @@ from mpx.tools.program.targets import TARGETS
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MOST = "0.95"  # of a GPU; CUDA and NCCL need the rest
-_PREFIXES = {"k": 1, "m": 2, "g": 3, "t": 4}
-_COUNTS = {"": 1, "b": 10**9} | {name: 1000**power for name, power in _PREFIXES.items()}
-_BYTES = {"b": 1} | {f"{name}b": 1000**power for name, power in _PREFIXES.items()}
-_BYTES |= {f"{name}ib": 1024**power for name, power in _PREFIXES.items()}
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}  # of 1000, or 1024
 
 
 def parameters(text: str) -> int:
     """Return a number of parameters: 124000000 for `124M`."""
     return _number(
         text,
-        _COUNTS,
+        "([kmgbt]?)()",
         "a number of parameters such as 124M, 7B or 70e9, or file.py:function",
     )
 
@@ -60,7 +58,7 @@ def usable_bytes(text: str) -> int:
         "a memory with its unit, such as 80GB (80e9 bytes) or 80GiB (80 * 2**30), or"
         f" one of {names}"
     )
-    memory = _number(text, _BYTES, wanted) if target is None else target.memory_bytes
+    memory = target.memory_bytes if target else _number(text, "([kmgt]?)(i?)b", wanted)
     part = "1" if target and target.tpu else os.environ.get(FRACTION, "0.75")
     if not re.fullmatch(r"\d+\.?\d*|\.\d+", part) or not float(part):
         raise ValueError(
@@ -69,11 +67,14 @@ def usable_bytes(text: str) -> int:
     return int(memory * float(part))
 
 
-def _number(text: str, units: dict[str, int], wanted: str) -> int:
+def _number(text: str, unit: str, wanted: str) -> int:
     match = re.fullmatch(
-        r"(\d[\d_]*(?:\.\d+)?(?:e\d\d?)?)\s*([a-z]*)", text.strip().lower()
+        rf"(\d[\d_]*(?:\.\d+)?(?:e\d\d?)?)\s*{unit}", text.strip().lower()
     )
-    number = 0 if match is None else round(float(match[1]) * units.get(match[2], 0))
+    number = 0
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        number = round(float(match[1]) * base ** _POWERS[match[2]])
     if not 0 < number < 2**63:
         raise ValueError(f"{text!r} is not {wanted}.")
     return number
@@ -82,11 +83,8 @@ def _number(text: str, units: dict[str, int], wanted: str) -> int:
 def shape(text: str) -> jax.ShapeDtypeStruct:
     """Return the shape that a text such as `bf16[768,3072]` or `i32[]` describes."""
     match = re.fullmatch(r"(\w+)(?:\[([\d, ]*)\])?", text.strip())
-    dtype = (
-        None
-        if match is None
-        else dtype_or_none(re.sub(r"^(?:[is]|(u))(\d+)$", r"\1int\2", match[1]))
-    )
+    name = re.sub(r"^(?:[is]|(u))(\d+)$", r"\1int\2", match[1] if match else "")
+    dtype = dtype_or_none(name)
     if match is None or dtype is None:
         raise ValueError(
             f"{text!r} is not a shape such as bf16[768,3072], i32[8], float8_e4m3fn[8]"
@@ -94,9 +92,8 @@ def shape(text: str) -> jax.ShapeDtypeStruct:
         )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"{text!r} has a type of 64 bits. Set JAX_ENABLE_X64=1.")
-    return jax.ShapeDtypeStruct(
-        [int(dim) for dim in re.findall(r"\d+", match[2] or "")], dtype
-    )
+    dims = [int(dim) for dim in re.findall(r"\d+", match[2] or "")]
+    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 def attribute(reference: str) -> Any:
@@ -150,7 +147,11 @@ def model(reference: str) -> Any:
 
     def parameters():
         made = make()
-        return jax.tree.map(_as_array, made[1][0] if _is_step(made) else made)
+        return jax.tree.map(
+            # A traced function cannot return shapes.
+            lambda x: jnp.zeros_like(x) if isinstance(x, jax.ShapeDtypeStruct) else x,
+            made[1][0] if _is_step(made) else made,
+        )
 
     return parameters
 
@@ -165,13 +166,6 @@ def _is_step(made: Any) -> bool:
     )
 
 
-def _as_array(leaf: Any) -> Any:
-    """Return zeros for a shape, since a traced function cannot return it."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.numpy.zeros(leaf.shape, leaf.dtype)
-    return leaf
-
-
 def rule(text: str) -> tuple[Any, str]:
     """Return an Optax rule by its name, or the rule that `file.py:name` names or makes;
     and the code for it.
@@ -179,20 +173,8 @@ def rule(text: str) -> tuple[Any, str]:
     if ":" in text:
         found, name = attribute(text), text.rpartition(":")[2]
         return (found(), f"{name}()") if callable(found) else (found, name)
-    # A model of a given size has no matrices to tell from others: all is one.
-    if text == "muon":
-        numbers = (
-            "jax.tree.map(lambda w: optax.contrib.MuonDimensionNumbers(-2, -1) if"
-            " w.ndim > 1 else None, params)"
-        )
-        code = (
-            "optax.contrib.muon(1e-3, muon_weight_dimension_numbers=lambda params:"
-            f" {numbers})"
-        )
-        return optax.contrib.scale_by_muon(), code
-    module = next(
-        (module for module in (optax, optax.contrib) if hasattr(module, text)), None
-    )
+    modules = (optax, optax.contrib)
+    module = next((module for module in modules if hasattr(module, text)), None)
     if module is None:
         raise ValueError(
             f"Optax has no rule {text!r}. Write a function that makes it, and give"
@@ -217,17 +199,10 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
 
             with safetensors.safe_open(path, framework="numpy") as file:
                 # NumPy has no floats of 8 bits and fewer, and a report leaves them out.
-                def is_known(name):
-                    return (
-                        not file.get_slice(name)
-                        .get_dtype()
-                        .startswith(("F4", "F6", "F8"))
-                    )
-
                 found = {
                     name: file.get_tensor(name)
                     for name in file.keys()
-                    if is_known(name)
+                    if not re.match("F[468]", file.get_slice(name).get_dtype())
                 }
     # NumPy saves bfloat16, which it does not know, as two bytes without a name.
     return {
@@ -284,28 +259,16 @@ def plan(
 def plan_parts(
     comparison: PlanComparison, rule: str, model: str, memory: str
 ) -> Iterator[Any]:
-    """Yield the table of several recipes, or the parts of one; the code for one that
-    may fit; and the command that tells more.
+    """Yield the parts of a single recipe, and the table of several ones or for a
+    memory; the code for one that may fit; and the command that tells more.
     """
     plans, left = comparison.plans, comparison.left
     limit, found = comparison.usable_bytes, TARGETS.get(memory)
-    yield from plans.values() if len(plans) == 1 else [comparison]
+    if len(plans) == 1:
+        yield from plans.values()
+    if len(plans) > 1 or limit is not None:
+        yield comparison
     if limit is not None:
-        if len(plans) == 1:
-            ((plan, free),) = zip(plans.values(), left.values(), strict=True)
-            beyond = -free - plan.bytes_of("gradients")
-            if free >= 0:
-                yield f"Leaves {free / 1e9:.4g} GB for activations."
-            elif beyond > 0:
-                yield (
-                    "Does not fit: weights and state alone take"
-                    f" {beyond / 1e9:.4g} GB too much."
-                )
-            else:
-                yield (
-                    f"All is {-free / 1e9:.4g} GB too much: it fits only where XLA"
-                    " frees each gradient once it is used."
-                )
         of_gpu = (
             f" JAX takes 75% of a GPU, or what the variable {FRACTION} says:"
             f" {_MOST} where nothing else runs."
@@ -313,6 +276,11 @@ def plan_parts(
         yield (
             f"Training may use {limit / 1e9:.4g} GB of a"
             f" device.{'' if found and found.tpu else of_gpu}"
+        )
+    if ":" not in model and "muon" in rule:
+        yield (
+            "A number of parameters is one vector, for which Muon is AdamW. Give"
+            " file.py:function, which makes matrices."
         )
     possible = [
         name

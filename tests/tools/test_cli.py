@@ -253,7 +253,8 @@ def test_the_plans_are_those_of_the_library(json_of):
         ("train.py:huge --rule sgd", {"parameters": 10**12, "bytes_a_parameter": 8}),
         # Each moment is a float32 number a parameter, and each count 4 bytes.
         ("1000 --rule lion", {"state_bytes": 4004}),
-        ("1000 --rule muon", {"state_bytes": 4016}),
+        # A moment of the matrix, two of the vector, four scalars and a row of three.
+        ("train.py:init --rule muon", {"state_bytes": 4 * (64 + 2 * 4 + 5)}),
         ("1000 --rule adamw", {"state_bytes": 8004}),
         ("1000 --rule train.py:momentum", {"state_bytes": 4000}),
         ("1000 --rule train.py:adam", {"state_bytes": 8004}),
@@ -596,14 +597,19 @@ def test_a_fraction_of_a_gpu_that_cannot_be_is_wrong_usage(
     )
 
 
-def test_a_single_recipe_has_one_table_and_says_what_is_left(text_of):
-    text = text_of("plan", "7B", "--recipe", "bf16-split", "--memory", "h100")
-    assert text.count("Memory to train") == 1
-    assert (
-        "\n\nDoes not fit: weights and state alone take 19.58 GB too much.\n\n" in text
-    )
-    text = text_of("plan", "1B", "--recipe", "bf16-split", "--memory", "80GB")
-    assert "\n\nLeaves 46 GB for activations.\n\n" in text
+def test_a_single_recipe_is_shown_in_its_parts_and_with_what_is_left(text_of):
+    assert text_of("plan", "1B", "--recipe", "f32").count("Memory to train") == 1
+    for model, left in {"7B": "no fit", "1B": "46.00"}.items():
+        options = "--recipe", "bf16-split", "--memory", "80GB"
+        parts, table, *_ = text_of("plan", model, *options).split("\n\n")
+        assert "low bits" in parts
+        assert table.splitlines()[-1].endswith(left)
+
+
+def test_muon_is_planned_for_matrices_and_says_what_it_is_for_a_number(text_of):
+    says = "A number of parameters is one vector, for which Muon is AdamW."
+    assert says in text_of("plan", "7B", "--rule", "muon")
+    assert says not in text_of("plan", "train.py:init", "--rule", "muon")
 
 
 @pytest.mark.parametrize(

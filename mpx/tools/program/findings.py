@@ -21,9 +21,9 @@ from mpx._transforms.loss_scaling import SCALED
 from mpx.tools.program.graph import Program
 from mpx.tools.program.kernels import (
     Kernel,
+    flops_by_dtype,
     kind_of,
     moved_by,
-    totals,
 )
 from mpx.tools.program.memory import Array, Memory
 from mpx.tools.program.targets import Target
@@ -283,7 +283,6 @@ def _copies(step: CompiledStep) -> Iterator[Finding]:
     """Yield the donated buffers that are copied, in the same layout, before they are
     written over.
     """
-    donated = [x for x in step.program.entry if x.is_donated]
     copied = [
         x
         for x in step.program.entry
@@ -291,10 +290,8 @@ def _copies(step: CompiledStep) -> Iterator[Finding]:
         and x.operands[0].is_donated
         and x.shapes == x.operands[0].shapes
     ]
-    size, of_all = (
-        sum(x.shapes[0].bytes for x in arrays) for arrays in (copied, donated)
-    )
-    if size > WORTH_A_WORD * of_all:
+    size = sum(x.bytes for x in copied)
+    if size > step.least_bytes:
         yield Finding(
             f"XLA copies donated buffers ({len(copied)}) before it writes over them",
             size,
@@ -561,11 +558,7 @@ def float32_products(step: CompiledStep) -> Iterator[Finding]:
     """Yield products of float32 numbers in a program that mostly multiplies in fewer
     bits.
     """
-    flops = totals(
-        (dtype, n * kernel.times)
-        for _, kernel in step.runs
-        for dtype, n in kernel.flops.items()
-    )
+    flops = flops_by_dtype(kernel for _, kernel in step.runs)
     total, wide = sum(flops.values()), flops.get(step.float32, 0)
     narrow = sum(n for dtype, n in flops.items() if dtype.startswith(_NARROW))
     if wide > WORTH_A_WORD * total and narrow > _MANY * total:

@@ -184,6 +184,15 @@ def _sent(x: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, str, int]
     return operation, _axes(group, mesh_shape), sent
 
 
+def flops_by_dtype(kernels: Iterable[Kernel]) -> dict[str, int]:
+    """Return the FLOPs of all runs of kernels, by the dtype of their operands."""
+    return totals(
+        (dtype, n * kernel.times)
+        for kernel in kernels
+        for dtype, n in kernel.flops.items()
+    )
+
+
 def totals(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:
     """Return the sum of the numbers of each name, the largest first."""
     counts: Counter[K] = Counter()
@@ -225,7 +234,7 @@ def _read(array: Instruction, uses: Sequence[Use]) -> int:
     """Return the bytes that are read of an array: only the parts that are taken, if
     parts are taken or replaced.
     """
-    whole = sum(shape.bytes for shape in array.shapes)
+    whole = array.bytes
     if not uses or any(
         user is None
         or user.operation not in {*_TAKE_PARTS, *_REPLACE_PARTS}
@@ -252,7 +261,7 @@ def _written(part: Instruction, program: Program) -> int:
     part.
     """
     part = program.walk_back(part, "bitcast")
-    whole = sum(shape.bytes for shape in part.results)
+    whole = part.bytes
     if part.operation in _REPLACE_PARTS and len(part.results) == 1:
         return min(whole, _replaced(part).bytes)
     return whole

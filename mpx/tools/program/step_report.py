@@ -21,7 +21,14 @@ from mpx.tools.program.findings import (
     findings_of,
 )
 from mpx.tools.program.graph import Program
-from mpx.tools.program.kernels import Kernel, Kind, kernels, moved_by, totals
+from mpx.tools.program.kernels import (
+    Kernel,
+    Kind,
+    flops_by_dtype,
+    kernels,
+    moved_by,
+    totals,
+)
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 from mpx.tools.program.text import parse
 
@@ -106,11 +113,7 @@ class StepReport(_tables.Result):
         """FLOPs of matrix products and convolutions, by the dtype of their operands;
         library calls are not counted.
         """
-        return totals(
-            (dtype, n * kernel.times)
-            for kernel in self.kernels
-            for dtype, n in kernel.flops.items()
-        )
+        return flops_by_dtype(self.kernels)
 
     @property
     def bound_seconds(self) -> float | None:
@@ -295,7 +298,8 @@ def step_report(
         (524288, 262144, 262144, {'f32': 67108864})
     """
     device = target_here() if target is None else get_target(target)
-    mesh, context = _mesh_of(args), contextlib.nullcontext()
+    mesh = next((sharding.mesh for sharding in _shardings(args)), None)
+    context = contextlib.nullcontext()
     options, platforms = None, None
     if target is not None and device is not None:
         args, mesh = _placed(args, target_devices(device))
@@ -436,8 +440,7 @@ def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:
     """Return shapes of arguments on devices of a target, where they are, if any is,
     else on one; and their mesh.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(args) if _trees.is_array(leaf)]
-    if not leaves:
+    if not any(map(_trees.is_array, jax.tree.leaves(args))):
         raise ValueError(
             "`step_report`: a step without arrays among its arguments has no device to"
             " be compiled for."
@@ -451,33 +454,28 @@ def _placed(args: Any, devices: Sequence[Any]) -> tuple[Any, Mesh]:
             and mesh.devices.flat[0].device_kind == kind
         )
 
-    mesh = next(
-        filter(is_there, [*map(_mesh_of, leaves), jax.sharding.get_mesh()]),
-        Mesh(devices, ("device",)),
-    )
+    meshes = [
+        *(sharding.mesh for sharding in _shardings(args)),
+        jax.sharding.get_mesh(),
+    ]
+    mesh = next(filter(is_there, meshes), Mesh(devices, ("device",)))
 
     def placed(leaf):
         if not _trees.is_array(leaf):
             return leaf
-        own, sharding = _mesh_of(leaf), NamedSharding(mesh, PartitionSpec())
-        if is_there(own):
-            sharding = leaf.sharding
-        # Of `jax.eval_shape`: it knows no devices.
-        elif isinstance(own, AbstractMesh) and own.shape == mesh.shape:
-            sharding = NamedSharding(mesh, leaf.sharding.spec)
+        sharding = NamedSharding(mesh, PartitionSpec())
+        for own in _shardings(leaf):
+            if is_there(own.mesh):
+                sharding = own
+            # Of `jax.eval_shape`: it knows no devices.
+            elif isinstance(own.mesh, AbstractMesh) and own.mesh.shape == mesh.shape:
+                sharding = NamedSharding(mesh, own.spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(placed, args), mesh
 
 
-def _mesh_of(args: Any) -> Any:
-    """Return the mesh of the first argument that is on one; None if none is."""
+def _shardings(args: Any) -> list[NamedSharding]:
+    """Return the shardings of arguments that are on a mesh."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    return next(
-        (
-            sharding.mesh
-            for sharding in shardings
-            if isinstance(sharding, NamedSharding)
-        ),
-        None,
-    )
+    return [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]

@@ -123,6 +123,11 @@ class Instruction:
         return self.shapes[len(self.operands) :] if hands_on else self.shapes
 
     @property
+    def bytes(self) -> int:
+        """Bytes of what it makes."""
+        return sum(shape.bytes for shape in self.results)
+
+    @property
     def parts(self) -> tuple["Instruction", ...]:
         """The operations of a fusion; of another operation itself."""
         return (
