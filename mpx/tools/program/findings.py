@@ -209,17 +209,13 @@ def _worth_a_word(
     """Yield a finding on kernels, each with the bytes of a run that it has for nothing,
     if there are more than `least` bytes.
 
-    In its text `{dtypes}` and `{count}` stand for the dtypes that were found, and for
-    how many kernels run, and which.
+    In its text `{dtypes}` stands for the dtypes that were found.
     """
     size = sum(kernel.times * size for kernel, size, _ in found)
     if size > least:
         dtypes = " or ".join(sorted({dtype for *_, dtype in found}))
-        runs = sum({id(kernel): kernel.times for kernel, *_ in found}.values())
-        names = " and ".join(sorted({kernel.operation for kernel, *_ in found}))
-        what = what.format(dtypes=dtypes, count=f"{runs:,} of {names}")
         source = next((kernel.source for kernel, *_ in found if kernel.source), "")
-        yield Finding(what, size, remedy, source)
+        yield Finding(what.format(dtypes=dtypes), size, remedy, source)
 
 
 def of_chain(step: CompiledStep) -> Iterator[Finding]:
@@ -234,13 +230,12 @@ def of_chain(step: CompiledStep) -> Iterator[Finding]:
         for value in scaled + landed
         if value.changed_by
     ).items():
-        where, chain = (
-            f"updates after `{origin}` has chosen where parameters land",
-            "optax.chain(rule, change)",
-        )
         if origin == GRADIENT:
             where = "gradients in front of `loss_scaling`, where they are scaled"
             chain = "optax.chain(clip, rule)"
+        else:
+            where = f"updates after `{origin}` has chosen where parameters land"
+            chain = "optax.chain(rule, change)"
         yield Finding(
             f"`{by}` changes {where} ({count} arrays)",
             0,
@@ -349,7 +344,7 @@ def sums_of_which_a_part_is_used(step: CompiledStep) -> Iterator[Finding]:
                 for array in step.program.arrays_of(x)
             )
         ],
-        "Every device gets a whole sum and keeps a part of it ({count})",
+        "Every device gets a whole sum and keeps a part of it",
         "XLA has not made them reduce-scatters, which send half. `jax.lax.psum_scatter`"
         " in a `jax.shard_map` does.",
         step.least_bytes,
@@ -397,8 +392,7 @@ def float32_that_is_rounded(step: CompiledStep) -> Iterator[Finding]:
                 written.append((kernel, times * array.shapes[0].bytes // 2, dtype))
     yield from _worth_a_word(
         sent,
-        "Devices send float32 arrays that are rounded to {dtypes} right after"
-        " ({count})",
+        "Devices send float32 arrays that are rounded to {dtypes} right after",
         "Cast them before they are sent, as `mpx.autocast` does: with `.astype` in"
         " front of the gather.",
         step.least_bytes,
@@ -440,7 +434,7 @@ def products_of_a_rule(step: CompiledStep) -> Iterator[Finding]:
             if x.name.endswith("dot_general")
         ],
         "A rule multiplies matrices that lie on several devices, which send them for"
-        " each product ({count})",
+        " each product",
         "Write the rule as a chain that gives each device whole matrices:"
         ' `mpx.each_matrix(mpx.newton_schulz, sent="bf16")` for Muon.',
         step.least_bytes,
@@ -512,11 +506,6 @@ def beyond_the_memory(step: CompiledStep) -> Iterator[Finding]:
             remedy = 'Keep gradients in 16 bits: `mpx.grad(..., grad_dtype="bf16")`.'
         elif is_wide and is_weight and not is_forward:
             remedy = "`mpx.fused_update` needs none, but for a sum over microbatches."
-        elif not is_weight and len(x.shape.dims) > 2 and len({*x.shape.dims[-2:]}) == 1:
-            remedy = (
-                "If it is scores, a kernel needs none:"
-                ' `jax.nn.dot_product_attention(..., implementation="cudnn")`.'
-            )
         elif is_wide and is_forward and not is_backward:
             remedy = (
                 'Keep activations in fewer bits: `mpx.checkpoint(..., kept="bf16",'

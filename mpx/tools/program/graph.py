@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from mpx.tools.program.text import Instruction, root_of
 
+_TAKES = ("fusion", "while", "call", "conditional")  # as their parameters number it
 # Who uses an array, after the array as it sees it; None if the program returns it.
 Use = tuple[Instruction, Instruction | None]
 
@@ -11,9 +12,9 @@ Use = tuple[Instruction, Instruction | None]
 class Program:
     """The operations of a program, and the arrays between them.
 
-    What is given to a fusion is used by its parameters, and what a computation returns
-    by the fusion, loop or call around it: so one can follow an array into a kernel and
-    out of it.
+    What is given to a fusion, loop or call is used by its parameters, and what a
+    computation returns by the one that runs it: so one can follow an array into a
+    kernel and out of it.
     """
 
     def __init__(self, entry: tuple[Instruction, ...]) -> None:
@@ -22,25 +23,25 @@ class Program:
         self.result = root_of(entry)
         self.nodes = tuple(dict.fromkeys(_nodes(entry)))  # those that it calls, too
         self.used_by: dict[Instruction, list[Instruction]] = {x: [] for x in self.nodes}
-        self._given: dict[Instruction, Instruction] = {}  # to a parameter of a fusion
+        self.given: dict[Instruction, Instruction] = {}  # to a parameter
         for x in self.nodes:
-            for inner in x.called:
+            for i, inner in enumerate(x.called):
                 self.used_by[root_of(inner)].append(x)
-            if x.op == "fusion":
-                for part in x.called[0]:
+                for part in inner if x.op in _TAKES else ():
                     if part.number is not None:
-                        self._given[part] = x.operands[part.number]
-                        self.used_by[x.operands[part.number]].append(part)
-            else:
-                for operand in dict.fromkeys(x.operands):
-                    self.used_by[operand].append(x)
+                        # A conditional has the index of a branch before what it gives.
+                        number = i + 1 if x.op == "conditional" else part.number
+                        self.given.setdefault(part, x.operands[number])
+                        self.used_by[x.operands[number]].append(part)
+            for operand in dict.fromkeys(x.operands if x.op not in _TAKES else ()):
+                self.used_by[operand].append(x)
 
     def walk_back(self, x: Instruction, through: str) -> Instruction:
         """Return what an array was before operations of these names took it, and before
-        a fusion was given it.
+        it was given to a fusion, loop or call.
         """
-        while x in self._given or x.op in through.split():
-            x = self._given.get(x) or x.operands[0]
+        while x in self.given or x.op in through.split():
+            x = self.given.get(x) or x.operands[0]
         return x
 
     def last_users(

@@ -270,7 +270,7 @@ def _written(part: Instruction, program: Program) -> int:
 def _replaced(part: Instruction) -> Shape:
     """Return the shape of what is written over parts of an operand."""
     new = part.operands[_REPLACE_PARTS[part.operation]].shapes[0]
-    return new._replace(dtype=part.results[0].dtype, layout=part.results[0].layout)
+    return part.results[0]._replace(dims=new.dims)
 
 
 def _flops(part: Instruction) -> int:

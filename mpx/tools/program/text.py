@@ -105,12 +105,10 @@ class Instruction:
     @property
     def trips(self) -> int | None:
         """How often it runs what it calls; None for a loop of unknown length."""
-        known = (
-            self.attribute(r'known_trip_count":\{"n":"(\d+)"')
-            if self.op == "while"
-            else "1"
-        )
-        return None if known is None else int(known)
+        if self.op != "while":
+            return 1
+        known = self.attribute(r'known_trip_count":\{"n":"(\d+)"')
+        return int(known) if known else None
 
     @property
     def results(self) -> tuple[Shape, ...]:
