@@ -328,7 +328,7 @@ def exit_code_of(error: BaseException) -> int:
     """Return 2 for what cannot be on a command line, 1 for an error in a user's code
     and for all others.
     """
-    return 2 if isinstance(error, ValueError) and not _frames_of_the_user(error) else 1
+    return 2 if isinstance(error, ValueError) and not _where(error) else 1
 
 
 def message_of(error: BaseException) -> str:
@@ -337,27 +337,23 @@ def message_of(error: BaseException) -> str:
     """
     text = textwrap.shorten(str(error), 600, placeholder=" ...")
     text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-    frames = _frames_of_the_user(error)
-    where = [
-        f"{os.path.relpath(frame.filename)}:{frame.lineno} ({frame.name})"
-        for frame in frames[-1:]
-    ]
-    return ": ".join([*where, text])
+    return ": ".join([*_where(error)[-1:], text])
 
 
-def _frames_of_the_user(error: BaseException) -> list[traceback.FrameSummary]:
+def _where(error: BaseException) -> list[str]:
+    """Return the lines of the user's code in the traceback of an error."""
+    frames = traceback.extract_tb(error.__traceback__)
     return [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
+        f"{os.path.relpath(frame.filename)}:{frame.lineno} ({frame.name})"
+        for frame in frames
         if _is_users(frame.filename)
     ]
 
 
 def _is_users(file: str) -> bool:
     path = pathlib.Path(file)
-    is_installed = {"site-packages", "dist-packages"} & set(path.parts)
     return not (
-        is_installed
+        {"site-packages", "dist-packages"} & set(path.parts)
         or file.startswith("<")
         or any(map(path.is_relative_to, _NOT_THE_USERS))
     )

@@ -40,33 +40,26 @@ class PlanComparison(Result):
         }
 
     def _parts(self) -> Iterator[Table | str]:
-        plans = self.plans.values()
+        plans, limit = self.plans.values(), self.usable_bytes
         unit = unit_for([plan.total_bytes_a_device for plan in plans])
-
-        def in_unit(numbers):
-            return [shown(number, unit) for number in numbers]
-
-        columns = {
-            "recipe": list(self.plans),
-            "params": in_unit(
-                p.bytes_of("parameters") + p.bytes_of("not trained") for p in plans
-            ),
-            "grads": in_unit(p.bytes_of("gradients") for p in plans),
-            "optimizer": in_unit(p.state_bytes_a_device for p in plans),
-            "held": in_unit(p.total_bytes_a_device for p in plans),
-            "a param": [digits(p.bytes_a_parameter) for p in plans],
-        }
-        if (limit := self.usable_bytes) is not None:
-            columns["left"] = [
+        lines = [["recipe", "params", "grads", "optimizer", "held", "a param"]]
+        for name, p in self.plans.items():
+            held = (
+                p.bytes_of("parameters") + p.bytes_of("not trained"),
+                p.bytes_of("gradients"),
+                p.state_bytes_a_device,
+                p.total_bytes_a_device,
+            )
+            of_each = digits(p.bytes_a_parameter)
+            lines.append([name, *(shown(number, unit) for number in held), of_each])
+        if limit is not None:
+            left = [
                 "no fit" if p.is_too_large(limit) else shown(p.left(limit), unit)
                 for p in plans
             ]
-        lines = zip(*columns.values(), strict=True)
-        yield Table(
-            next(iter(plans)).title(unit),
-            [tuple(columns), *lines],
-            range(1, len(columns)),
-        )
+            for line, cell in zip(lines, ["left", *left], strict=True):
+                line.append(cell)
+        yield Table(next(iter(plans)).title(unit), lines, range(1, len(lines[0])))
         if limit is not None and any(p.left(limit) < 0 for p in plans):
             yield (
                 "Left below 0: it fits only where XLA frees each gradient once it is"

@@ -185,7 +185,7 @@ def memory_plan(
         '4.0 GB are left for activations'
     """
     tx = _errors.as_transformation(tx, "memory_plan")
-    on, along, specs = _layout(mesh, axis, param_specs)
+    on, along = _layout(mesh, axis, param_specs)
     arrays = _arrays_of(model, 1 if mesh is None else _BLOCK * on.size)
     # Shapes without their shardings, since the plan has a mesh of its own.
     params = jax.tree.map(
@@ -193,7 +193,7 @@ def memory_plan(
         jax.eval_shape(lambda tree: tree, arrays),
     )
     specs = parameter_specs(
-        params if mesh is None else arrays, specs, on, along, "memory_plan"
+        params if mesh is None else arrays, param_specs, on, along, "memory_plan"
     )
     policy = None if policy is None else as_policy(policy, "memory_plan")
     params = params if policy is None else policy.cast_to_param(params)
@@ -233,9 +233,9 @@ def memory_plan(
 
 def _layout(
     mesh: Any, axis: str | None, param_specs: Any
-) -> tuple[Mesh | AbstractMesh, str, Any]:
-    """Return the mesh, the axis that shards a state, and the specs; without an axis one
-    of a single device is added.
+) -> tuple[Mesh | AbstractMesh, str]:
+    """Return the mesh, and the axis that shards a state; without an axis one of a
+    single device is added.
     """
     if mesh is None and param_specs is not None:
         raise ValueError(
@@ -244,14 +244,12 @@ def _layout(
         )
     if mesh is not None and axis is not None:
         require_axis(mesh, axis, "memory_plan")
-        return mesh, axis, param_specs
-    sizes = {**({} if mesh is None else mesh.shape), _UNSHARDED: 1}
+        return mesh, axis
+    sizes = dict({} if mesh is None else mesh.shape) | {_UNSHARDED: 1}
     types = (AxisType.Auto,) * len(sizes)
-    return (
-        AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types),
-        _UNSHARDED,
-        param_specs,
-    )
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=types
+    ), _UNSHARDED
 
 
 def evaluate(model: Any) -> Any:

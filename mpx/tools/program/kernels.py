@@ -49,6 +49,13 @@ _KINDS = {
 _TAKE_PARTS = {"slice", "dynamic-slice", "gather"}
 # And which operand has the new numbers.
 _REPLACE_PARTS = {"dynamic-update-slice": 1, "scatter": 2}
+# Groups of devices: listed, numbers that are reshaped and transposed, or a mesh and the
+# axes along which a group lies.
+_GROUPS = re.compile(
+    r"replica_groups=(?:\{\{([\d,]*)\}"
+    r"|\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    r"|mesh\[([^\]]*)\] *\{([^}]*)\})"
+)
 _ALGORITHMS = {
     "tf32_tf32_f32": "tf32",
     "bf16_bf16_f32": "bf16",
@@ -206,10 +213,10 @@ def kind_of(instruction: Instruction) -> Kind | None:
     if instruction.op.endswith(("-done", "-update")):
         return None
     other: Kind = "library calls" if instruction.op == "custom-call" else "elementwise"
-    found = {_KINDS.get(part.operation, other) for part in instruction.parts}
-    calls = {part.operation for part in instruction.parts}
-    if "AsyncCollectiveDone" in calls or (
-        "products" in found and "AsyncCollectiveStart" not in calls
+    operations = {part.operation for part in instruction.parts}
+    found = {_KINDS.get(operation, other) for operation in operations}
+    if "AsyncCollectiveDone" in operations or (
+        "products" in found and "AsyncCollectiveStart" not in operations
     ):
         # A TPU names the collective in all kernels that run beside it.
         found.discard("collectives")
@@ -219,15 +226,15 @@ def kind_of(instruction: Instruction) -> Kind | None:
 def _moved(x: Instruction, program: Program) -> int:
     """Return the bytes that a kernel reads and writes."""
     if x.op == "fusion":
-        given = [part for part in x.called[0] if part.op == "parameter"]
-        uses = [
-            list(program.last_users(y, lambda _, user: user.op == "bitcast"))
-            for y in given
-        ]
+        uses = {
+            y: list(program.last_users(y, lambda _, user: user.op == "bitcast"))
+            for y in x.called[0]
+            if y.op == "parameter"
+        }
     else:
-        given = dict.fromkeys(x.operands)
-        uses = [[(y, x)] for y in given]
-    return sum(map(_read, given, uses)) + sum(_written(y, program) for y in x.makers)
+        uses = {y: [(y, x)] for y in x.operands}
+    read = sum(_read(y, of_array) for y, of_array in uses.items())
+    return read + sum(_written(y, program) for y in x.makers)
 
 
 def _read(array: Instruction, uses: Sequence[Use]) -> int:
@@ -280,7 +287,7 @@ def _flops(part: Instruction) -> int:
     contracted = part.attribute(
         r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)"
     )
-    if contracted is None or part.op == "fusion":
+    if contracted is None:
         return 0
     left = part.operands[0].shapes[0]
     depth = math.prod(left.dims[int(axis)] for axis in re.findall(r"\d+", contracted))
@@ -332,26 +339,20 @@ def _first_group(collective: Instruction) -> list[int]:
     """Return a group of devices of a collective; XLA writes groups in three forms."""
 
     def numbers(text):
-        return [int(number) for number in re.findall(r"\d+", text or "")]
+        return [int(number) for number in re.findall(r"\d+", text)]
 
     def devices(sizes):
         return np.arange(math.prod(numbers(sizes))).reshape(numbers(sizes))
 
-    listed = collective.attribute(r"replica_groups=\{\{([\d,]*)\}")
-    if listed is not None:
-        return numbers(listed)
-    named = re.search(
-        r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", collective.attributes
-    )
-    if named is not None:
-        axes = dict(re.findall(r"('\w+')=(\d+)", named[1]))
-        here = tuple(slice(None) if axis in named[2] else 0 for axis in axes)
-        return devices(" ".join(axes.values()))[here].ravel().tolist()
-    iota = re.search(
-        r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?",
-        collective.attributes,
-    )
-    if iota is None:
+    groups = _GROUPS.search(collective.attributes)
+    if groups is None:
         return []
-    group = devices(iota[2]).transpose(numbers(iota[3]) or None).ravel()
-    return group[: int(iota[1])].tolist()
+    listed, size, sizes, order, mesh, along = groups.groups("")
+    if mesh:
+        axes = dict(re.findall(r"('\w+')=(\d+)", mesh))
+        here = tuple(slice(None) if axis in along else 0 for axis in axes)
+        return devices(" ".join(axes.values()))[here].ravel().tolist()
+    if sizes:
+        group = devices(sizes).transpose(numbers(order) or None).ravel()
+        return group[: int(size)].tolist()
+    return numbers(listed)

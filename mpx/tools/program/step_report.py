@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -169,7 +169,7 @@ class StepReport(_tables.Result):
             "  temporaries": self.temporary_bytes,
             "  code": self.code_bytes,
             f"moved by kernels, {unit[0]}": self.moved_bytes,
-            **{f"  {kind}": self.moved_by_kind.get(kind, 0) for kind in get_args(Kind)},
+            **{f"  {kind}": n for kind, n in self.moved_by_kind.items()},
         }
         rows = [("", self.target.name if self.target else "this machine")]
         rows += [

@@ -5,7 +5,6 @@ and scheduled.
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -194,6 +193,9 @@ def _shapes(text: str) -> tuple[Shape, ...]:
 def _sources(text: str) -> dict[str, str]:
     """Return the line of each stack frame, or of the innermost frame around it outside
     of installed packages.
+
+    A file below the working directory is shown relative to it, another one by its last
+    two parts.
     """
     # The table of files is the first one; that of functions has the same form.
     files = dict(_FILE.findall(text.partition("\nFunctionNames\n")[0]))
@@ -202,23 +204,17 @@ def _sources(text: str) -> dict[str, str]:
     }
     lines: dict[str, str] = {}
     own: dict[str, str] = {}
+    here = pathlib.Path.cwd()
     for frame, location, parent in _FRAME.findall(text):
         file, line = locations[location]
-        lines[frame] = f"{_short(file)}:{line}"
+        path = pathlib.Path(file).absolute()
+        is_near = path.is_relative_to(here)
+        short = path.relative_to(here) if is_near else pathlib.Path(*path.parts[-2:])
+        # XLA may know no file.
+        lines[frame] = f"{short}:{line}" if file else ""
         # A frame stands behind those around it. XLA counts parents from 1 for "none",
         # so that the outermost frame seems to be its own.
         outer = own.get(str(int(parent or 0) - 1), "")
-        path = pathlib.Path(file)
         is_own = _INSTALLED.isdisjoint(path.parts) and not path.is_relative_to(_MPX)
         own[frame] = lines[frame] if is_own else outer
     return {frame: own[frame] or line for frame, line in lines.items()}
-
-
-def _short(file: str) -> str:
-    """Return a file relative to the working directory if it is below it, else its last
-    two parts.
-    """
-    relative = os.path.relpath(file or os.pardir)  # XLA may know no file
-    if relative.startswith(os.pardir):
-        return os.sep.join(file.split(os.sep)[-2:])
-    return relative
