@@ -145,11 +145,12 @@ class CompiledStep:
                 for shape in given.shapes
             )
         }
-        using = {user for x in found for user in users[x]}
+        kinds = {x: kernel.kind for x, kernel in self.runs}
         copying = {
-            x
-            for x, kernel in self.runs
-            if x in using and kernel.kind == "conversions and copies"
+            user
+            for x in found
+            for user in users[x]
+            if kinds.get(user) == "conversions and copies"
         }
         return [x for x in users if x in found or writers.get(x, x.maker) in copying]
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -151,11 +151,11 @@ class StepReport(_tables.Result):
         title = f"Products that are not in {common}"
         yield from _most(title, ("operands", "source"), rows, _GFLOP)
         rows = [
-            ((c.operation, dtype, c.axes, c.source), c.times, n)
+            ((c.operation, dtype, c.source), c.times, n)
             for c in self.collectives
             for dtype, n in c.sent_by_dtype.items()
         ]
-        header = ("operation", "dtype", "axes", "source")
+        header = ("operation", "dtype", "source")
         yield from _most("Sent between devices", header, rows)
 
     def _summary(self) -> _tables.Table:
@@ -298,7 +298,6 @@ def step_report(
         (524288, 262144, 262144, {'f32': 67108864})
     """
     device = target_here() if target is None else get_target(target)
-    mesh = next((sharding.mesh for sharding in _shardings(args)), None)
     context = contextlib.nullcontext()
     options, platforms = None, None
     if target is not None and device is not None:
@@ -342,7 +341,6 @@ def step_report(
         lowered,
         jaxpr,
         target=device,
-        mesh_shape=mesh and mesh.shape,
         compile_seconds=seconds,
         is_donation_known=is_donation_known,
     )
@@ -354,7 +352,6 @@ def report_of(
     jaxpr: Any = None,
     *,
     target: Target | None,
-    mesh_shape: Mapping[str, int] | None = None,
     compile_seconds: float,
     is_donation_known: bool = True,
 ) -> StepReport:
@@ -367,7 +364,7 @@ def report_of(
     program = Program(parse(compiled.as_text()))
     is_cpu = target is None and jax.default_backend() == "cpu"
     float32 = target.float32 if target else "f32" if is_cpu else "tf32"
-    runs = kernels(program, target, float32, mesh_shape)
+    runs = kernels(program, target, float32)
     report = StepReport(
         target=target,
         argument_bytes=memory.argument_size_in_bytes,
