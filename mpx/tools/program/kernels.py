@@ -94,11 +94,12 @@ class Kernel:
         """Return what a device sends in all runs, by dtype: XLA may send arrays of
         several dtypes at once.
         """
-        whole = max(1, sum(shape.size for shape in self.shapes))
-        return totals(
-            (x.dtype, self.times * self.sent_bytes * x.size // whole)
-            for x in self.shapes
-        )
+        return totals((x.dtype, self.times * self.sent_of([x])) for x in self.shapes)
+
+    def sent_of(self, shapes: Iterable[Shape]) -> int:
+        """Return what a device sends each time of some of the arrays that it writes."""
+        part, whole = (sum(x.size for x in given) for given in (shapes, self.shapes))
+        return self.sent_bytes * part // max(1, whole)
 
 
 def kernels(

@@ -34,7 +34,7 @@ from mpx.tools.program.text import parse
 
 _MOST_ROWS = 12  # of kernels that are printed
 _GFLOP = ("GFLOP", 10**9)
-_NO_TILES = "Couldn't find output tile sizes"  # says XLA, and this is known to help
+# What is known to help where XLA "couldn't find output tile sizes".
 _HELPS = (
     "Its Triton compiler finds no tiles for such a product, in plain bfloat16 too."
     " Leave products to cuBLAS: `jax.jit(step,"
@@ -155,8 +155,7 @@ class StepReport(_tables.Result):
             for c in self.collectives
             for dtype, n in c.sent_by_dtype.items()
         ]
-        header = ("operation", "dtype", "source")
-        yield from _most("Sent between devices", header, rows)
+        yield from _most("Sent between devices", ("operation", "dtype", "source"), rows)
 
     def _summary(self) -> _tables.Table:
         """Return the figures of the step, without lines of zeros."""
@@ -201,7 +200,7 @@ class StepReport(_tables.Result):
             )
         if self.has_unknown_loop:
             yield "A loop of unknown length is counted as if it ran once."
-        if any(kernel.kind == "library calls" for kernel in self.kernels):
+        if "library calls" in self.moved_by_kind:
             yield (
                 "Calls of libraries and kernels written by hand count bytes and no"
                 " FLOPs."
@@ -323,7 +322,7 @@ def step_report(
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
         said = str(error)
-        if _NO_TILES not in said:
+        if "Couldn't find output tile sizes" not in said:
             raise
         raise RuntimeError(
             f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {_HELPS}"
