@@ -261,9 +261,8 @@ def of_donation(step: CompiledStep) -> Iterator[Finding]:
         if size > step.least_bytes and types <= free:
             free -= types
             yield Finding(
-                f"Argument {i} (`{leaves[0].name}`) comes back"
-                " in the same shape and is not donated, so that old and new are held"
-                " at once",
+                f"Argument {i} (`{leaves[0].name}`) comes back in the same shape and is"
+                " not donated, so that old and new are held at once",
                 size,
                 "If the new one takes its place, donate it (`donate_argnums` of"
                 " `jax.jit`).",
