@@ -312,6 +312,6 @@ def dtype_of_product(product: Instruction, float32: str) -> str:
         return _ALGORITHMS[algorithm]
     left, right = (operand.shapes[0].dtype for operand in product.operands[:2])
     asked = product.attribute(r"operand_precision\"?[=:][{\[]\"?(\w+)") or "default"
-    if left != right:  # XLA may swap them
-        return " with ".join(sorted([left, right]))
+    if left != right:
+        return f"{left} with {right}"
     return float32 if left == "f32" and asked.lower() == "default" else left
