@@ -32,7 +32,6 @@ from mpx.tools.plan.memory_plan import evaluate
 from mpx.tools.program.targets import TARGETS
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_MOST = "0.95"  # of a GPU; CUDA and NCCL need the rest
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}  # of 1000, or 1024
 
 
@@ -113,7 +112,7 @@ def attribute(reference: str) -> Any:
     )
 
 
-def step(reference: str) -> tuple[Any, Sequence[Any], Sequence[int]]:
+def step(reference: str) -> tuple[Any, ...]:
     """Return a step, its arguments and the positions of donated ones, as the function
     returns them.
     """
@@ -131,8 +130,7 @@ def step(reference: str) -> tuple[Any, Sequence[Any], Sequence[int]]:
     returned = make()
     if not _is_step(returned):
         raise ValueError(f"{wanted}, but it returns {type(returned).__name__}.")
-    step, arguments, donated = (*returned, ())[:3]
-    return step, arguments, donated
+    return (*returned, ())[:3]
 
 
 def model(reference: str) -> Any:
@@ -230,13 +228,12 @@ def plan(
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     model = evaluate(model)
 
-    def sharded(p):
-        return sharded_spec(np.shape(p), PartitionSpec(), mesh, "data")
-
     specs = (
         PartitionSpec(*["data"][: devices <= model])
         if isinstance(model, int)
-        else jax.tree.map(sharded, model)
+        else jax.tree.map(
+            lambda p: sharded_spec(np.shape(p), PartitionSpec(), mesh, "data"), model
+        )
     )
     if devices > 1 and not any(jax.tree.leaves(specs)):
         raise ValueError(
@@ -267,9 +264,10 @@ def plan_parts(
     if len(plans) > 1 or limit is not None:
         yield comparison
     if limit is not None:
+        # At most 95% of it: CUDA and NCCL need the rest.
         of_gpu = (
             f" JAX takes 75% of a GPU, or what the variable {FRACTION} says:"
-            f" {_MOST} where nothing else runs."
+            " 0.95 where nothing else runs."
         )
         yield (
             f"Training may use {limit / 1e9:.4g} GB of a"
@@ -307,9 +305,10 @@ def write(result: Result, as_json: bool, parts: Iterable[Any] = ()) -> None:
     number that is not finite.
     """
     if as_json:
-        sys.stdout.write(json.dumps(result.as_dict(), indent=2, allow_nan=False) + "\n")
-        return
-    sys.stdout.write("\n\n".join(map(str, parts or [result])) + "\n")
+        text = json.dumps(result.as_dict(), indent=2, allow_nan=False)
+    else:
+        text = "\n\n".join(map(str, parts or [result]))
+    sys.stdout.write(f"{text}\n")
 
 
 _PACKAGE = pathlib.Path(__file__).parents[1]

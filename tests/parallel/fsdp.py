@@ -148,7 +148,7 @@ def observed(run):
             for key, p in run.params.items()
         ),
         "underflow": mpx.underflow_report(mpx.master_params(*run), "f16").as_dict(),
-        "sent": sorted([c.operation, c.axes, c.dtype] for c in report.collectives),
+        "sent": sorted([c.operation, c.dtype] for c in report.collectives),
     }
 
 

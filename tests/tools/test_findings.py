@@ -82,7 +82,7 @@ def step(program, arguments=((512, 512),), results=None):
     return CompiledStep(
         None,
         program,
-        kernels(program, mesh_shape={"data": 4}),
+        kernels(program),
         given,
         returned,
         "f32",
@@ -376,5 +376,5 @@ def test_a_float32_product_is_found_beside_products_in_few_bits():
     ],
 )
 def test_what_a_device_sends_in_a_ring(line, sent_by_a_device):
-    ((_, kernel),) = step(program(line)).runs
+    ((_, kernel),) = step(program(f"{line}, {MANY}")).runs
     assert kernel.sent_bytes == sent_by_a_device

@@ -25,10 +25,7 @@ Kind = Literal[
 ]  # fmt: skip
 OUTSIDE_STATE: tuple[Kind, ...] = ("parameters", "not trained", "gradients")
 # The names of rows that do not grow with the model.
-SCALARS, KEY = (
-    "counts and scalars",
-    "key",
-)
+SCALARS, KEY = "counts and scalars", "key"
 # The kind of an array, its name, the array, and how it is sharded.
 Entry = tuple[Kind, str, Any, NamedSharding]
 
@@ -59,12 +56,11 @@ def state_entries(state: Any, shardings: Any) -> Iterator[Entry]:
     """Yield the leaves of an optimizer's state, which go by the names of its fields."""
     by_path = _trees.leaves_by_path(shardings, is_stored)
     for found in leaves_of(state):
-        arrays, of_arrays = (
-            jax.tree.leaves(found.leaf),
-            jax.tree.leaves(by_path[found.path]),
-        )
+        shardings = jax.tree.leaves(by_path[found.path])
         # A plain leaf is its own codes.
-        (codes, of_codes), *others = zip(arrays, of_arrays, strict=True)
+        (codes, of_codes), *others = zip(
+            jax.tree.leaves(found.leaf), shardings, strict=True
+        )
         yield *_kind_and_name(found), codes, of_codes
         for scales, of_scales in others:
             yield "scales of blocks", "scales", scales, of_scales
@@ -93,15 +89,14 @@ def rows_of(entries: Iterable[Entry]) -> tuple[PlanRow, ...]:
 
 def _kind_and_name(leaf: StateLeaf) -> tuple[Kind, str]:
     """Return the kind of a leaf of a state, and the name of its field."""
-    array, kind = (
-        leaf.leaf,
-        cast("Kind", "masters" if leaf.role == "master" else leaf.role),
-    )
+    array = leaf.leaf
+    role = cast("Kind", "masters" if leaf.role == "master" else leaf.role)
+    kind = role if role in get_args(Kind) else "other state"
     field = leaf.field or (leaf.path_in_rule[0] if leaf.path_in_rule else "state")
     if kind == "masters" and not is_stored(array) and isinstance(leaf.storage, LowBits):
         return "low bits", "low bits"
-    if kind in get_args(Kind) or is_stored(array):
-        return kind if kind in get_args(Kind) else "other state", field
+    if kind == role or is_stored(array):
+        return kind, field
     if (
         leaf.role == "key"
         or field == KEY

@@ -145,11 +145,12 @@ class CompiledStep:
                 for shape in given.shapes
             )
         }
-        using = {user for x in found for user in users[x]}
+        kinds = {x: kernel.kind for x, kernel in self.runs}
         copying = {
-            x
-            for x, kernel in self.runs
-            if x in using and kernel.kind == "conversions and copies"
+            user
+            for x in found
+            for user in users[x]
+            if kinds.get(user) == "conversions and copies"
         }
         return [x for x in users if x in found or writers.get(x, x.maker) in copying]
 
@@ -190,14 +191,14 @@ def findings_of(
 
 def arguments_of(jaxpr: Any, lowered: Any, compiled: Any) -> Iterator[Argument]:
     """Yield the arrays that a step takes."""
-    names = jaxpr.jaxpr.debug_info.arg_names
     leaves = jax.tree.leaves_with_path(lowered.args_info)
     # There is None for the sharding of an argument that the program does not use.
     shardings = jax.tree.structure(lowered.args_info).flatten_up_to(
         compiled.input_shardings
     )
+    names = jaxpr.jaxpr.debug_info.arg_names
     for name, (path, leaf), sharding in zip(names, leaves, shardings, strict=True):
-        shape = tuple(leaf.shape)
+        shape = leaf.shape
         shard = shape if sharding is None else sharding.shard_shape(shape)
         first = re.split(r"\W", name)[0]  # of `params['w']`
         yield Argument(path[1].idx, first, shape, shard, leaf.dtype, leaf.donated)
@@ -252,38 +253,31 @@ def of_donation(step: CompiledStep) -> Iterator[Finding]:
     donated: list[tuple[Type, ...]] = []  # of each argument
     for i, group in itertools.groupby(step.arguments, lambda leaf: leaf.position):
         leaves = list(group)
-        donated.append(tuple(leaf.type for leaf in leaves if leaf.is_donated))
+        if given := tuple(leaf.type for leaf in leaves if leaf.is_donated):
+            donated.append(given)
         kept = [leaf for leaf in leaves if not leaf.is_donated]
         size = sum(leaf.bytes for leaf in kept)
         types = Counter(leaf.type for leaf in kept)
         if size > step.least_bytes and types <= free:
             free -= types
             yield Finding(
-                f"Argument {i} (`{leaves[0].name}`) comes back"
-                " in the same shape and is not donated, so that old and new are held"
-                " at once",
+                f"Argument {i} (`{leaves[0].name}`) comes back in the same shape and is"
+                " not donated, so that old and new are held at once",
                 size,
                 "If the new one takes its place, donate it (`donate_argnums` of"
                 " `jax.jit`).",
             )
-    donated = list(filter(None, donated))
     rest = iter(step.results)
     come_back_in_order = all(each in rest for types in donated for each in types)
     # Nobody can tell the order of two arguments that are alike.
-    if not come_back_in_order or len(set(donated)) < len(donated):
-        yield from _copies(step)
-
-
-def _copies(step: CompiledStep) -> Iterator[Finding]:
-    """Yield the donated buffers that are copied, in the same layout, before they are
-    written over.
-    """
+    if come_back_in_order and len(set(donated)) == len(donated):
+        return
     copied = [
         x
         for x in step.program.entry
         if x.op == "copy"
         and x.operands[0].is_donated
-        and x.shapes == x.operands[0].shapes
+        and x.shapes == x.operands[0].shapes  # in the same layout
     ]
     size = sum(x.bytes for x in copied)
     if size > step.least_bytes:
@@ -308,8 +302,9 @@ def sums_in_16_bits(step: CompiledStep) -> Iterator[Finding]:
             for part in _joined_in(given, step.program)
             for shape in part.shapes
         ]
+        whole = sum(shape.size for shape in added)
         found += [
-            (kernel, _part_of(kernel, [shape], added), shape.dtype)
+            (kernel, kernel.sent_bytes * shape.size // whole, shape.dtype)
             for shape in added
             if shape.dtype in ("bf16", "f16") and step.has_shape_of_weight(shape)
         ]
@@ -335,13 +330,15 @@ def _joined_in(array: Instruction, program: Program) -> Sequence[Instruction]:
 
 def sums_of_which_a_part_is_used(step: CompiledStep) -> Iterator[Finding]:
     """Yield sums that all devices get whole, though each of them keeps a part."""
+    program = step.program
     yield from _worth_a_word(
         [
             (kernel, kernel.sent_bytes // 2, "")
             for x, kernel in step.sends("all-reduce")
             if all(
-                _is_taken_in_parts(array, step.program)
-                for array in step.program.arrays_of(x)
+                _is_at_most_half(user, view)
+                for array in program.arrays_of(x)
+                for view, user in program.last_users(array, _stays_whole)
             )
         ],
         "Every device gets a whole sum and keeps a part of it",
@@ -351,15 +348,12 @@ def sums_of_which_a_part_is_used(step: CompiledStep) -> Iterator[Finding]:
     )
 
 
-def _is_taken_in_parts(array: Instruction, program: Program) -> bool:
-    """Return whether each kernel that uses an array needs at most half of it, another
-    part on each device.
-    """
-    return all(
+def _is_at_most_half(user: Instruction | None, x: Instruction) -> bool:
+    """Return whether a user takes a part of an array, another one on each device."""
+    return (
         user is not None
         and user.op == "dynamic-slice"
         and 2 * user.shapes[0].size <= x.shapes[0].size
-        for x, user in program.last_users(array, _stays_whole)
     )
 
 
@@ -385,8 +379,7 @@ def float32_that_is_rounded(step: CompiledStep) -> Iterator[Finding]:
         for array in step.program.arrays_of(x):
             dtype = _rounded_to(array, step.program)
             if dtype and kernel.operation in ("all-gather", "all-to-all"):
-                size = _part_of(kernel, array.shapes, kernel.shapes)
-                sent.append((kernel, size // 2, dtype))
+                sent.append((kernel, kernel.sent_of(array.shapes) // 2, dtype))
             elif dtype and kernel.kind != "collectives":
                 times = 1 + len(step.program.used_by[array])
                 written.append((kernel, times * array.shapes[0].bytes // 2, dtype))
@@ -446,7 +439,7 @@ def gathers_of_states(step: CompiledStep) -> Iterator[Finding]:
     has_codes = any(x.type[1] in ("int8", "uint8") for x in step.arguments)
     yield from _worth_a_word(
         [
-            (kernel, _part_of(kernel, [shape], kernel.shapes), "")
+            (kernel, kernel.sent_of([shape]), "")
             for _, kernel in step.sends("all-gather")
             for shape in kernel.shapes
             if has_codes and shape.dtype in ("s8", "u8", "u32")
@@ -471,11 +464,13 @@ def gathered_weights_that_are_kept(step: CompiledStep) -> Iterator[Finding]:
     ]
     size = sum(x.shape.bytes for x in kept)
     if size > step.least_bytes:
-        what = (
+        yield Finding(
             "Weights that were gathered for the forward pass are kept for the backward"
-            f" pass ({len(kept)})"
+            f" pass ({len(kept)})",
+            size,
+            _GATHER_AGAIN,
+            kept[0].maker.source,
         )
-        yield Finding(what, size, _GATHER_AGAIN, kept[0].maker.source)
 
 
 def beyond_the_memory(step: CompiledStep) -> Iterator[Finding]:
@@ -532,15 +527,6 @@ def beyond_the_memory(step: CompiledStep) -> Iterator[Finding]:
         size = sum(x.shape.bytes for x in arrays)
         found.append(Finding(f"{peak}. It holds {many}{such}", size, remedy, source))
     yield from sorted(found, key=lambda finding: -finding.bytes)[:3]
-
-
-def _part_of(kernel: Kernel, part: Sequence[Shape], whole: Sequence[Shape]) -> int:
-    """Return the bytes of some arrays among all that a collective sends in a run."""
-
-    def size(shapes):
-        return sum(shape.size for shape in shapes)
-
-    return kernel.sent_bytes * size(part) // max(1, size(whole))
 
 
 def float32_products(step: CompiledStep) -> Iterator[Finding]:

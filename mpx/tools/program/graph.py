@@ -64,8 +64,8 @@ class Program:
         """Return the arrays that a kernel makes: itself, what ends an asynchronous one,
         or the parts of a tuple.
         """
-        ends = [user for user in self.used_by[kernel] if user.op.endswith("-done")]
-        made = ends[0] if kernel.op.endswith("-start") and ends else kernel
+        users = self.used_by[kernel]
+        made = next((user for user in users if user.op.endswith("-done")), kernel)
         parts = [x for x in self.used_by[made] if x.op == "get-tuple-element"]
         # A call may return nothing.
         return [array for array in parts or [made] if array.shapes]

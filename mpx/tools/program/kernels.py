@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar, get_args
 
-import numpy as np
-
 from mpx.tools.program.graph import Program, Use
 from mpx.tools.program.targets import Target
 from mpx.tools.program.text import Instruction, Shape
@@ -49,12 +47,9 @@ _KINDS = {
 _TAKE_PARTS = {"slice", "dynamic-slice", "gather"}
 # And which operand has the new numbers.
 _REPLACE_PARTS = {"dynamic-update-slice": 1, "scatter": 2}
-# Groups of devices: listed, numbers that are reshaped and transposed, or a mesh and the
-# axes along which a group lies.
+# Groups of devices: listed, of some size in a grid, or along axes of a mesh.
 _GROUPS = re.compile(
-    r"replica_groups=(?:\{\{([\d,]*)\}"
-    r"|\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    r"|mesh\[([^\]]*)\] *\{([^}]*)\})"
+    r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]<=|mesh\[([^\]]*)\] *\{([^}]*)\})"
 )
 _ALGORITHMS = {
     "tf32_tf32_f32": "tf32",
@@ -80,9 +75,6 @@ class Kernel:
     seconds: float | None
     shapes: tuple[Shape, ...]  # the arrays that it writes
     source: str  # the line that asks for it
-    # of a collective, the axes of the mesh along which it runs; empty if they are not
-    # known
-    axes: str = ""
     # of a collective, what a device sends to others each time, as a ring of the devices
     # does it
     sent_bytes: int = 0
@@ -102,36 +94,31 @@ class Kernel:
         """Return what a device sends in all runs, by dtype: XLA may send arrays of
         several dtypes at once.
         """
-        whole = max(1, sum(shape.size for shape in self.shapes))
-        return totals(
-            (x.dtype, self.times * self.sent_bytes * x.size // whole)
-            for x in self.shapes
-        )
+        return totals((x.dtype, self.times * self.sent_of([x])) for x in self.shapes)
+
+    def sent_of(self, shapes: Iterable[Shape]) -> int:
+        """Return what a device sends each time of some of the arrays that it writes."""
+        part, whole = (sum(x.size for x in given) for given in (shapes, self.shapes))
+        return self.sent_bytes * part // max(1, whole)
 
 
 def kernels(
     program: Program,
     target: Target | None = None,
     float32: str = "f32",
-    mesh_shape: Mapping[str, int] | None = None,
 ) -> list[tuple[Instruction, Kernel]]:
     """Return the instructions of a program that are kernels, in the order of execution,
     with what they do.
 
     Without a target there are no bounds of times. `float32` is how the device
-    multiplies float32 numbers unless more is asked for, such as `tf32`; `mesh_shape`
-    names the axes of collectives.
+    multiplies float32 numbers unless more is asked for, such as `tf32`.
     """
 
     def kernel_of(x, kind, times):
         products = list(filter(_flops, x.parts))
         flops = totals((dtype_of_product(y, float32), _flops(y)) for y in products)
         moved = _moved(x, program)
-        operation, axes, sent_bytes = (
-            _sent(x, mesh_shape or {})
-            if kind == "collectives"
-            else (x.operation, "", 0)
-        )
+        operation, sent = _sent(x) if kind == "collectives" else (x.operation, 0)
         return Kernel(
             operation=operation,
             kind="products" if products else kind,
@@ -141,8 +128,7 @@ def kernels(
             seconds=target and times * target.bound_seconds(moved, flops),
             shapes=x.results,
             source=next((y.source for y in products if y.source), x.source),
-            axes=axes,
-            sent_bytes=sent_bytes,
+            sent_bytes=sent,
         )
 
     def runs_of(computation, times):
@@ -167,10 +153,8 @@ def moved_by(kernels: Iterable[Kernel]) -> int:
     return sum(kernel.bytes * kernel.times for kernel in kernels)
 
 
-def _sent(x: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, str, int]:
-    """Return the operation of a collective, the axes along which it sends, and what a
-    device sends.
-    """
+def _sent(x: Instruction) -> tuple[str, int]:
+    """Return the operation of a collective, and what a device sends."""
     collective = next(
         part for part in x.parts if _KINDS.get(part.operation) == "collectives"
     )
@@ -179,16 +163,27 @@ def _sent(x: Instruction, mesh_shape: Mapping[str, int]) -> tuple[str, str, int]
         part.op == "dynamic-slice" for part in x.parts
     )
     operation = "reduce-scatter" if is_scattered else collective.operation
-    group = _first_group(collective) or range(math.prod(mesh_shape.values()))
     given = [shape for operand in collective.operands for shape in operand.shapes]
     sent = max(
         sum(shape.size for shape in shapes) for shapes in (collective.results, given)
     )
     # In a ring: all parts of an array but one.
     if not operation.startswith("collective"):
-        rounds = 2 if operation == "all-reduce" else 1
-        sent = rounds * sent * (len(group) - 1) // len(group)
-    return operation, _axes(group, mesh_shape), sent
+        rounds, devices = 2 if operation == "all-reduce" else 1, _group_size(collective)
+        sent = rounds * sent * (devices - 1) // devices
+    return operation, sent
+
+
+def _group_size(collective: Instruction) -> int:
+    """Return how many devices send each other their parts."""
+    groups = _GROUPS.search(collective.attributes)
+    if groups is None:  # all, and XLA does not say how many
+        return 2**30
+    listed, size, mesh, along = groups.groups("")
+    if mesh:
+        axes = re.findall(r"('\w+')=(\d+)", mesh)
+        return math.prod(int(devices) for axis, devices in axes if axis in along)
+    return int(size or len(listed.split(",")))
 
 
 def flops_by_dtype(kernels: Iterable[Kernel]) -> dict[str, int]:
@@ -317,42 +312,6 @@ def dtype_of_product(product: Instruction, float32: str) -> str:
         return _ALGORITHMS[algorithm]
     left, right = (operand.shapes[0].dtype for operand in product.operands[:2])
     asked = product.attribute(r"operand_precision\"?[=:][{\[]\"?(\w+)") or "default"
-    if left != right:  # XLA may swap them
-        return " with ".join(sorted([left, right]))
+    if left != right:
+        return f"{left} with {right}"
     return float32 if left == "f32" and asked.lower() == "default" else left
-
-
-def _axes(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
-    """Return the mesh axes along which the devices of a group differ; nothing if groups
-    do not follow the mesh.
-    """
-    sizes = tuple(mesh_shape.values())
-    if not sizes or max(group) >= math.prod(sizes):
-        return ""
-    places = zip(mesh_shape, np.unravel_index(group, sizes), strict=True)
-    along = [name for name, place in places if len(set(place)) > 1]
-    does_follow = math.prod(mesh_shape[name] for name in along) == len(group)
-    return ", ".join(along) if does_follow else ""
-
-
-def _first_group(collective: Instruction) -> list[int]:
-    """Return a group of devices of a collective; XLA writes groups in three forms."""
-
-    def numbers(text):
-        return [int(number) for number in re.findall(r"\d+", text)]
-
-    def devices(sizes):
-        return np.arange(math.prod(numbers(sizes))).reshape(numbers(sizes))
-
-    groups = _GROUPS.search(collective.attributes)
-    if groups is None:
-        return []
-    listed, size, sizes, order, mesh, along = groups.groups("")
-    if mesh:
-        axes = dict(re.findall(r"('\w+')=(\d+)", mesh))
-        here = tuple(slice(None) if axis in along else 0 for axis in axes)
-        return devices(" ".join(axes.values()))[here].ravel().tolist()
-    if sizes:
-        group = devices(sizes).transpose(numbers(order) or None).ravel()
-        return group[: int(size)].tolist()
-    return numbers(listed)

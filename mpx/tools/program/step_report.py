@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from mpx.tools.program.text import parse
 
 _MOST_ROWS = 12  # of kernels that are printed
 _GFLOP = ("GFLOP", 10**9)
-_NO_TILES = "Couldn't find output tile sizes"  # says XLA, and this is known to help
+# What is known to help where XLA "couldn't find output tile sizes".
 _HELPS = (
     "Its Triton compiler finds no tiles for such a product, in plain bfloat16 too."
     " Leave products to cuBLAS: `jax.jit(step,"
@@ -149,12 +149,11 @@ class StepReport(_tables.Result):
         title = f"Products that are not in {common}"
         yield from _most(title, ("operands", "source"), rows, _GFLOP)
         rows = [
-            ((c.operation, dtype, c.axes, c.source), c.times, n)
+            ((c.operation, dtype, c.source), c.times, n)
             for c in self.collectives
             for dtype, n in c.sent_by_dtype.items()
         ]
-        header = ("operation", "dtype", "axes", "source")
-        yield from _most("Sent between devices", header, rows)
+        yield from _most("Sent between devices", ("operation", "dtype", "source"), rows)
 
     def _summary(self) -> _tables.Table:
         """Return the figures of the step, without lines of zeros."""
@@ -199,7 +198,7 @@ class StepReport(_tables.Result):
             )
         if self.has_unknown_loop:
             yield "A loop of unknown length is counted as if it ran once."
-        if any(kernel.kind == "library calls" for kernel in self.kernels):
+        if "library calls" in self.moved_by_kind:
             yield (
                 "Calls of libraries and kernels written by hand count bytes and no"
                 " FLOPs."
@@ -296,7 +295,6 @@ def step_report(
         (524288, 262144, 262144, {'f32': 67108864})
     """
     device = target_here() if target is None else get_target(target)
-    mesh = next((sharding.mesh for sharding in _shardings(args)), None)
     context = contextlib.nullcontext()
     options, platforms = None, None
     if target is not None and device is not None:
@@ -322,7 +320,7 @@ def step_report(
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
         said = str(error)
-        if _NO_TILES not in said:
+        if "Couldn't find output tile sizes" not in said:
             raise
         raise RuntimeError(
             f"`step_report`: XLA failed: {said.splitlines()[0][:200]}. {_HELPS}"
@@ -340,7 +338,6 @@ def step_report(
         lowered,
         jaxpr,
         target=device,
-        mesh_shape=mesh and mesh.shape,
         compile_seconds=seconds,
         is_donation_known=is_donation_known,
     )
@@ -352,7 +349,6 @@ def report_of(
     jaxpr: Any = None,
     *,
     target: Target | None,
-    mesh_shape: Mapping[str, int] | None = None,
     compile_seconds: float,
     is_donation_known: bool = True,
 ) -> StepReport:
@@ -365,7 +361,7 @@ def report_of(
     program = Program(parse(compiled.as_text()))
     is_cpu = target is None and jax.default_backend() == "cpu"
     float32 = target.float32 if target else "f32" if is_cpu else "tf32"
-    runs = kernels(program, target, float32, mesh_shape)
+    runs = kernels(program, target, float32)
     report = StepReport(
         target=target,
         argument_bytes=memory.argument_size_in_bytes,
