@@ -123,9 +123,9 @@ def mixed_precision(
             f" {policy_text(policy)!r} does not keep. Take the recipe 'bf16-masters',"
             ' or a policy with 16-bit parameters and `storage="full"`.'
         )
-    if weights == "kahan":
+    if recipe and weights == "kahan":
         tx = optax.chain(tx if moments else upcast(tx), kahan_summation())
-    elif weights == "stochastic":
+    elif recipe and weights == "stochastic":
         tx = optax.chain(upcast(tx), stochastic_rounding(key))
     elif weights is not None:
         tx = master_weights(

@@ -173,6 +173,10 @@ REFUSED = [
         "says how weights are kept",
     ),
     (
+        lambda: mpx.mixed_precision(optax.sgd(1.0), "params=bf16", storage="kahan"),
+        "`storage` must be 'full', 'split' or 'split24'",
+    ),
+    (
         lambda: mpx.mixed_precision(optax.sgd(1.0), "bf16-split-8bit").init(
             {"w": jnp.ones(2, jnp.bfloat16)}
         ),
