@@ -210,11 +210,11 @@ def _encoded(
     place = jnp.sqrt(jnp.abs(x)) * spread(
         _inverse_roots(scales, top), x.shape, block_size
     )
-    # An infinity, or a NaN, whose code does not count.
-    place = jnp.where(place <= top, place, top)
+    place = jnp.minimum(place, top)  # of an infinity, and of errors in the last bits
     code = jnp.round(place) if key is None else _one_of_two(place, uniform_for(key, x))
     if signed:
-        code = jnp.where(x < 0, -code, code)
+        sign = x.view(np.uint32) & _SIGN
+        code = (code.view(np.uint32) | sign).view(np.float32)
     else:
         # A positive number never becomes zero, but beside an infinity: zero times
         # infinity is NaN.
@@ -228,11 +228,12 @@ def _decoded(
 ) -> jax.Array:
     """Return the float32 array of codes (int32)."""
     code = codes.astype(np.float32)
-    # The square is exact. Multiply by the inverse: XLA does that with a division by a
-    # constant, but not always.
-    value = code * jnp.abs(code) * np.float32(1 / top**2)
-    # Without this line the largest float32 came back from XLA for CPUs as 3.4028233e38.
-    value = jnp.where(jnp.abs(code) == top, jnp.clip(code, -1, 1), value)
+    # The square is exact, and that of `top` becomes 1. Multiply by the inverse: XLA does
+    # that with a division by a constant, but not always.
+    size = code * code * np.float32(1 / top**2)
+    # The sign as a bit: XLA for CPUs would multiply the scales by the inverse instead,
+    # and return the largest float32 as 3.4028233e38.
+    value = (size.view(np.uint32) | (codes.view(np.uint32) & _SIGN)).view(np.float32)
     return value * spread(scales, codes.shape, block_size)
 
 
@@ -258,8 +259,8 @@ def _scales(x: jax.Array, block_size: int, signed: bool) -> jax.Array:
 
 
 def _inverse_roots(scales: jax.Array, top: np.float32) -> jax.Array:
-    """Return `top / sqrt(scale)`; 0 for a scale of zero and for one that is infinite or
-    NaN.
+    """Return `top / sqrt(scale)`; 0 for a scale of zero, and for one that is infinite
+    or NaN a number with which only infinities reach a code.
     """
     ordinary = (scales > 0) & (scales < np.inf)
     # The inverse of a large scale would be subnormal.
@@ -271,7 +272,8 @@ def _inverse_roots(scales: jax.Array, top: np.float32) -> jax.Array:
         ordinary, 1 / jnp.where(ordinary, scales * shrink, np.float32(1)), np.float32(0)
     )
     # XLA computes `1 / sqrt` in another way, with other bits.
-    return top * (grow * jnp.sqrt(inverse))
+    found = top * (grow * jnp.sqrt(inverse))
+    return jnp.where(scales < np.inf, found, _SMALLEST_NORMAL)
 
 
 def _one_of_two(place: jax.Array, noise: jax.Array) -> jax.Array:
