@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from mpx import _trees
+import optax
 
 
 def kept_key(key: jax.Array | None) -> Any:
@@ -29,7 +28,7 @@ def keys_of_step(
 
     `first` is the key that made the state.
     """
-    if _trees.is_masked(kept):
+    if isinstance(kept, optax.MaskedNode):
         raise ValueError(
             f"`{caller}`: this state has no key, since it was made where everything is"
             " rounded to nearest, and now some is rounded at random. Convert it:"

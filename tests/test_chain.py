@@ -235,7 +235,6 @@ def test_what_is_no_transformation_is_named_with_its_place():
             "'full', 'split' or 'split24', but got 'spilt'",
         ),
         (lambda: mpx.loss_scaling(mpx.StaticLossScale(3.0)), "must be powers of two"),
-        (lambda: mpx.mixed_precision("bf16-split24-8bit"), "needs a PRNG key"),
         (lambda: mpx.zero1(MESH, "model"), "model"),
     ],
 )

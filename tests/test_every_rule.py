@@ -159,10 +159,10 @@ def differences_in_a_step(case, tx, params, state, grads):
 
 
 # Relative to the largest number of a leaf. 24 bits and a compensation in bfloat16 round
-# a weight once a step; signed codes of 8 bits are at most half of 1/127 * (2 - 1/127)
-# apart.
-OF_WEIGHTS = {"split24": 2.0**-16, "Kahan": 2.0**-17}
-OF_STATE = {"8-bit": 1 / 127}
+# a weight once a step, the former up or down; signed codes of 8 bits are at most
+# 1/127 * (2 - 1/127) apart.
+OF_WEIGHTS = {"split24": 2.0**-15, "Kahan": 2.0**-17}
+OF_STATE = {"8-bit": 2 / 127}
 # Low bits and compensations, which fit other parameters too.
 FITS_ANY = ("split", "split24", "Kahan")
 

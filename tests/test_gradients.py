@@ -237,7 +237,10 @@ ADDED_UP = {
 }
 
 
-WRAPPED = [(name, jax.jit) for name in ADDED_UP]
+WRAPPED = [
+    pytest.param(name, jax.jit, marks=[] if name == "row" else pytest.mark.slow)
+    for name in ADDED_UP
+]
 WRAPPED += [pytest.param("scan", lambda f: f, marks=pytest.mark.eager)]
 WRAPPED += [("scan", lambda f: lambda w: jax.vmap(f)(w[None]))]
 

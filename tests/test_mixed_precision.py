@@ -145,7 +145,7 @@ def test_a_model_of_nnx_whose_copies_were_cast_by_a_jitted_init_is_refused_at_it
 @pytest.mark.parametrize("sharded", [False, True], ids=["", "zero1"])
 @pytest.mark.parametrize(
     "recipe",
-    cases(mpx.recipes().recipes, ["bf16-split24-4bit", "bf16-kahan", "f16-scaled"]),
+    cases(mpx.recipes().recipes, ["bf16-split24-4bit"]),
 )
 def test_a_trainer_that_gives_update_the_whole_module_gets_the_bits_of_one_that_gives_its_arrays(
     recipe, sharded

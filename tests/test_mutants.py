@@ -4,6 +4,8 @@ says survive.
 
 from pathlib import Path
 
+import pytest
+
 from tests import mutants
 
 PROGRAM = '''
@@ -46,6 +48,7 @@ def test_arguments_by_keyword_elements_and_operands_are_left_out():
     )
 
 
+@pytest.mark.slow
 def test_what_no_test_sees_survives(tmp_path):
     """Of a file whose test does not look at the border itself; another test of it would
     kill both.

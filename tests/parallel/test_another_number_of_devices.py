@@ -149,10 +149,8 @@ def moved(folder, kind, model, counts, shapes=None):
 @pytest.mark.parametrize(
     ("kind", "model"),
     [
-        *[
-            pytest.param("automatic", model, marks=pytest.mark.slow)
-            for model in (ROWS, COLUMNS)
-        ],
+        pytest.param("automatic", ROWS, marks=pytest.mark.slow),
+        pytest.param("automatic", COLUMNS, marks=pytest.mark.slow),
         ("explicit", ROWS),
     ],
 )
@@ -189,7 +187,12 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "blocks"), [(8, 4, 64), (8, 1, 256), (4, 8, 32)]
+    ("before", "after", "blocks"),
+    [
+        (8, 4, 64),
+        pytest.param(8, 1, 256, marks=pytest.mark.slow),
+        pytest.param(4, 8, 32, marks=pytest.mark.slow),
+    ],
 )
 def test_convert_state_takes_blocks_of_another_number_of_devices(
     before, after, blocks, tmp_path

@@ -290,7 +290,13 @@ def whole_weights_kept(loss, ws, x):
 @pytest.mark.parametrize(
     "policy", [None, jax.checkpoint_policies.dots_saveable], ids=["nothing", "products"]
 )
-@pytest.mark.parametrize("how", ["bf16", mpx.Fp8(min_extent=0)], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("bf16", id="bf16"),
+        pytest.param(mpx.Fp8(min_extent=0), id="fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_around_a_layer_keeps_no_gathered_weight_and_changes_no_bit(
     explicit_mesh, policy, how
 ):

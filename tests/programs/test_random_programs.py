@@ -13,7 +13,7 @@ from jax import lax
 
 import mpx
 from mpx._autocast import border, contraction, wide_gradients
-from tests.helpers import BF16, F16, F32
+from tests.helpers import BF16, F16, F32, cases
 from tests.programs import random_programs
 from tests.programs.test_programs import cast
 
@@ -100,7 +100,7 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("name", cases(LOST, [next(iter(LOST))]))
 def test_a_derivative_that_is_lost_is_found(name, monkeypatch):
     """The negative control."""
     monkeypatch.setattr(*LOST[name])

@@ -249,6 +249,7 @@ def test_the_parts_of_a_state_are_named_as_its_fields():
         "mu": ("first moment", "float32 int8 key<fry> int32"),
         "nu": ("second moment", "float32 uint8 key<fry> int32"),
         "scales": ("scales of blocks", "float32"),
+        "key": ("other state", "uint32"),
     }
 
 
