@@ -228,8 +228,8 @@ def _decoded(
 ) -> jax.Array:
     """Return the float32 array of codes (int32)."""
     code = codes.astype(np.float32)
-    # The square is exact, and that of `top` becomes 1. Multiply by the inverse: XLA does
-    # that with a division by a constant, but not always.
+    # The square is exact, and that of `top` becomes 1. Multiply by the inverse: XLA
+    # does that with a division by a constant, but not always.
     size = code * code * np.float32(1 / top**2)
     # The sign as a bit: XLA for CPUs would multiply the scales by the inverse instead,
     # and return the largest float32 as 3.4028233e38.
