@@ -128,8 +128,9 @@ def mixed_precision(
     elif recipe and weights == "stochastic":
         tx = optax.chain(upcast(tx), stochastic_rounding(key))
     elif weights is not None:
+        kept: Any = weights
         tx = master_weights(
-            tx, storage=weights, key=key, updates_in_param_dtype=updates_in_param_dtype
+            tx, storage=kept, key=key, updates_in_param_dtype=updates_in_param_dtype
         )
     if weights is not None:
         tx = _checked(optax.with_extra_args_support(tx), policy)
