@@ -36,7 +36,7 @@ EXPLAINED = {
     "f32": "The rule's state as it is, in float32: only the parameters are bfloat16.",
     "bf16 nearest": "Averages in bfloat16, rounded to nearest.",
     "bf16 stochastic": "Averages in bfloat16, rounded stochastically.",
-    "8-bit": "Averages in 8 bits, `Blockwise8bit()`.",
+    "8-bit": "Averages in 8 bits, `Blockwise8bit()`, rounded at random.",
     "4-bit": (
         "Averages in 4 bits, `Blockwise4bit()`, rounded at random; second moments in 8"
         " bits."
