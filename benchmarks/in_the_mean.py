@@ -70,13 +70,13 @@ def run(
     """Apply updates to weights of 0.125 for some steps; `gradient` takes the number of
     the step, and normal numbers.
     """
-    params = {"w": jnp.full((ROWS, COLUMNS), 0.125)}
+    params = {"w": jnp.full((ROWS, COLUMNS), 0.125, jnp.float32)}
 
     @jax.jit
     def step(carry, number):
         params, state, settled = carry
         noise = jax.random.normal(
-            jax.random.fold_in(jax.random.key(1), number), (ROWS, COLUMNS)
+            jax.random.fold_in(jax.random.key(1), number), (ROWS, COLUMNS), jnp.float32
         )
         updates, state = tx.update({"w": gradient(number, noise)}, state, params)
         params = optax.apply_updates(params, updates)

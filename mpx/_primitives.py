@@ -60,7 +60,6 @@ _ROWS = {
     # Of autocast: the first operand.
     "value_with_derivative_of": _FREE._replace(triton="none"),
     "kept_between_passes": _ITSELF._replace(triton="none"),  # of `checkpoint`
-    "scales_in_cached_parts": _ITSELF._replace(triton="none"),  # of 8-bit blocks
     "rounding_kept": _ITSELF._replace(triton="none"),  # of autocast
     # Of gradients around autocast.
     "cotangent_watched": _ITSELF._replace(triton="none"),

@@ -23,7 +23,6 @@ from jax.extend.core import JaxprEqn
 from mpx._jaxprs import Graph, dtype_of, is_literal
 from mpx._loss_scale import is_power_of_two
 from mpx._primitives import facts_of
-from mpx._stored.blocks import in_cached_parts
 
 # a variable of a program: `jax.extend.core.Var`, whose types know less than it does
 Var = Any
@@ -150,7 +149,7 @@ class Partition:
         devices.
         """
         name, results = eqn.primitive.name, [v for v in eqn.outvars if size_of(v) > 1]
-        if name == "optimization_barrier" or eqn.primitive is in_cached_parts:
+        if name == "optimization_barrier":
             # A barrier may take and return arrays of several leaves. To look through it
             # keeps these leaves apart.
             self._same.update(zip(eqn.outvars, eqn.invars, strict=True))

@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
-from mpx._shardings import are_several_in_sight, dividing_devices
+from mpx._shardings import dividing_devices
 from mpx._stored.roles import Role
 from mpx._stored.state_format import StateFormat
 
@@ -23,9 +21,6 @@ SMALLEST = 16  # numbers in a block, each with a quarter of a byte of the scale
 # of a block that reaches over devices: of smaller ones too much would be sent
 _SMALLEST_UNIT = 8
 _SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
-# Bytes that a second-level cache holds: 40 MiB of an A100, 50 of an H100 and H200, 126
-# of a B200.
-_CACHED = 2**25
 
 
 class BlockFormat(StateFormat):
@@ -126,40 +121,11 @@ def spread(scales: jax.Array, shape: tuple[int, ...], block_size: int) -> jax.Ar
     if unit := _unit(shape, block_size):
         of_units = (*shape[:-1], shape[-1] // unit)
         return repeat(spread(scales, of_units, block_size // unit), unit).reshape(shape)
-    # Under `jax.export` a size may be a symbol.
-    is_large = isinstance(scales.nbytes, int) and scales.nbytes > _CACHED
-    # To cut an array that is sharded would send it.
-    if is_large and not are_several_in_sight():
-        scales = in_cached_parts.bind(scales)
     if tiles := _in_tiles(shape, block_size):
         return repeat(
             repeat(scales, block_size // _LANES).reshape(tiles[:-1]), _LANES
         ).reshape(shape)
     return repeat(scales, block_size).reshape(-1)[: math.prod(shape)].reshape(shape)
-
-
-def _in_cached_parts(scales: jax.Array) -> jax.Array:
-    """Return the same scales, put together from arrays that each fit into the cache of
-    a GPU.
-
-    XLA for GPUs takes a larger array to be read from memory again for each *element*
-    that is multiplied by it. Then it decodes a moment once and writes it in float32: 8
-    bytes of temporaries a parameter.
-    """
-    parts = jnp.array_split(scales.reshape(-1), -(-scales.nbytes // _CACHED))
-    # The barrier guards: a compiler may take the joined parts of one array for the
-    # array. XLA of jax 0.10.2 does not.
-    return jnp.concatenate(lax.optimization_barrier(parts)).reshape(scales.shape)
-
-
-# A primitive, so that `fused_update` knows it: its kernels need no such parts.
-in_cached_parts = Primitive("scales_in_cached_parts")
-in_cached_parts.def_impl(jax.jit(_in_cached_parts))
-in_cached_parts.def_abstract_eval(lambda scales: scales)
-batching.defvectorized(in_cached_parts)
-mlir.register_lowering(
-    in_cached_parts, mlir.lower_fun(_in_cached_parts, multiple_results=False)
-)
 
 
 def _unit(shape: tuple[int, ...], block_size: int) -> int:

@@ -246,7 +246,6 @@ NOT_HERE = {
     "reshard",
     "roll",
     "rounding_kept",
-    "scales_in_cached_parts",
     "broadcast_to",
 }
 

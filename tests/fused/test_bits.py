@@ -10,7 +10,6 @@ import pytest
 
 import mpx
 from mpx._fused import fused_update, kernels, tile
-from mpx._stored import blocks
 from mpx._stored.blocks import packed
 from tests.fused.helpers import SHAPES, STEPS, assert_same_steps, tree
 from tests.helpers import (
@@ -267,24 +266,3 @@ def test_kernels_have_no_array_of_bytes_that_int32_cannot_count(size, monkeypatc
     assert all(x.dtype.itemsize > 1 for x in arrays)
     # Codes are among them.
     assert any(v.aval.size * v.aval.dtype.itemsize == size for v in kernel.outvars)
-
-
-def test_a_kernel_reads_scales_whole_that_are_cut_for_xla(monkeypatch):
-    monkeypatch.setattr(blocks, "_CACHED", 8)
-    monkeypatch.setattr(blocks, "are_several_in_sight", lambda: False)
-    tx, shapes = (
-        mpx.master_weights(with_an_8_bit_momentum(), storage="split"),
-        {"large": (32, 96)},
-    )
-    params, grads = (
-        tree(0, jnp.bfloat16, shapes=shapes),
-        gradients(1, jnp.bfloat16, shapes=shapes),
-    )
-    assert [row.runs for row in mpx.fused_update(tx).plan(params).rows] == ["a kernel"]
-    assert_same_steps(tx, params, grads)
-    step = mpx.fused_update(tx, interpret=True)
-    cuts = {
-        eqn.primitive.name
-        for eqn in all_eqns(jax.make_jaxpr(step)(grads[0], tx.init(params), params))
-    }
-    assert "concatenate" not in cuts

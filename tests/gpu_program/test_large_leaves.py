@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._fused import fused_update, schedule
-from mpx._stored import blocks
 from tests.helpers import stepper
 
 pytestmark = pytest.mark.optax_promotion
@@ -28,8 +27,7 @@ FUSED = mpx.fused_update(TX)
 def on_a_gpu(monkeypatch):
     """Make a program for one GPU though this machine has none, and eight CPUs."""
     monkeypatch.setattr(fused_update, "_may_run_kernels", lambda interpret: True)
-    for module in (schedule, blocks):
-        monkeypatch.setattr(module, "are_several_in_sight", lambda: False)
+    monkeypatch.setattr(schedule, "are_several_in_sight", lambda: False)
 
 
 def per_element(step, layers, sharding=None):
@@ -44,7 +42,7 @@ def per_element(step, layers, sharding=None):
     state = jax.eval_shape(TX.init, params)
     if sharding:
         placed = lambda x: x.update(
-            sharding=sharding if x.ndim else NamedSharding(sharding.mesh, P())
+            sharding=sharding if x.ndim > 1 else NamedSharding(sharding.mesh, P())
         )
         state = jax.tree.map(placed, state)
     report = mpx.step_report(
@@ -76,18 +74,8 @@ def test_each_of_eight_devices_runs_a_kernel_on_its_part_of_a_leaf_of_80_layers(
     assert temporary < 0.01
 
 
-@pytest.mark.parametrize(("layers", "expected"), [(8, 18.4), (16, 20.5)])
+@pytest.mark.parametrize(("layers", "expected"), [(8, 18.4), (16, 18.4)])
 def test_xla_writes_no_moment_in_float32(h200, layers, expected):
     moved, temporary = per_element(stepper(TX), layers)
     assert moved == pytest.approx(expected, abs=0.1)
     assert temporary < 0.15
-
-
-def test_xla_would_write_both_moments_of_a_leaf_whose_scales_are_larger_than_the_cache(
-    h200, monkeypatch
-):
-    """The negative control, of another size than above: traces are kept by shape."""
-    monkeypatch.setattr(blocks, "_CACHED", 2**40)
-    moved, temporary = per_element(stepper(TX), 17)
-    assert moved > 30
-    assert temporary > 8

@@ -358,7 +358,7 @@ def step_of(devices, kind, shape, spec):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         state = jax.eval_shape(tx.init, params)
     is_divided = lambda x: (
-        x.ndim
+        x.ndim >= len(spec)
         and not any(n % 8 for n, name in zip(x.shape, spec, strict=False) if name)
     )
     placed = lambda x: x.update(

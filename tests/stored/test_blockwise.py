@@ -20,9 +20,8 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mpx._stored import blocks
 from mpx._stored.blockwise import Blockwise4bit, Blockwise8bit
-from tests.helpers import all_eqns, assert_same_bits, assert_same_bits_everywhere
+from tests.helpers import assert_same_bits, assert_same_bits_everywhere
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
 LARGEST = np.finfo(np.float32).max
@@ -433,29 +432,6 @@ def test_blocks_follow_the_order_of_the_elements_whatever_the_shape(shape, block
         jit_decode(coded, block_size, True).reshape(-1),
         decode_each(*alone).reshape(-1)[: x.size],
     )
-
-
-@pytest.mark.parametrize(
-    ("shape", "signed"), [((24, 512), True), ((3, 50), False), ((1, 1, 4097), True)]
-)
-def test_scales_that_are_cut_to_fit_into_a_cache_give_the_same_bits(
-    shape, signed, monkeypatch
-):
-    x, format = (
-        jax.random.normal(jax.random.key(0), shape, jnp.float32),
-        Blockwise8bit(16, signed=signed),
-    )
-    there_and_back = lambda: jax.jit(
-        lambda x: (encoded := format.encode(x), format.decode(*encoded))
-    )
-    expected = there_and_back()(x)
-    # Bytes: seven scales, which divide none of these numbers of blocks.
-    monkeypatch.setattr(blocks, "_CACHED", 28)
-    monkeypatch.setattr(blocks, "are_several_in_sight", lambda: False)
-    assert "scales_in_cached_parts" in {
-        eqn.primitive.name for eqn in all_eqns(jax.make_jaxpr(there_and_back())(x))
-    }
-    assert_same_bits(there_and_back()(x), expected)
 
 
 # Many devices.

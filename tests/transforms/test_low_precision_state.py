@@ -385,8 +385,8 @@ def test_a_slow_second_moment_falls_as_in_float32(decay):
     """
     format = mpx.Blockwise8bit(16, signed=False)
     is_largest = jnp.arange(1024) % 16 == 15
-    start = jax.random.uniform(jax.random.key(1), 1024, minval=0.1)
-    start = jnp.where(is_largest, 1.0, start)
+    start = jax.random.uniform(jax.random.key(1), 1024, np.float32, 0.1)
+    start = jnp.where(is_largest, np.float32(1), start)
     steps = round(0.5 / (1 - decay))
 
     def mean_after(key):
