@@ -190,9 +190,11 @@ def test_a_float32_average_keeps_all_bits_that_a_recipe_holds(recipe, lost, befo
     """Of ties, which a cast rounds to even, split masters keep the number beside."""
     tx = mpx.mixed_precision(optax.adam(1e-3), recipe, key=jax.random.key(0))
     policy = mpx.get_policy(recipe)
-    params = policy.cast_to_param({"w": jax.random.normal(jax.random.key(1), (4096,))})
+    params = policy.cast_to_param(
+        {"w": jax.random.normal(jax.random.key(1), (4096,), np.float32)}
+    )
     state = tx.init(params)
-    average = np.asarray(jax.random.normal(jax.random.key(2), (4096,)))
+    average = np.asarray(jax.random.normal(jax.random.key(2), (4096,), np.float32))
     ties = (average.view(np.uint32) & np.uint32(0xFFFF_0000)) | np.uint32(0x8000)
     average = {
         "w": jnp.asarray(np.where(np.arange(4096) < 99, ties.view("f"), average))
