@@ -162,7 +162,8 @@ def low_precision_state(
             assignment = assign(inner_state, patterns, min_size)
         keys, next_key = None, state.key
         if is_random:
-            count = len(assignment) + 1
+            stored = [assigned.format for assigned in assignment.values()]
+            count = 1 + sum(not isinstance(x, BlockFormat) for x in stored)
             keys, next_key = keys_of_step(state.key, key, count, "low_precision_state")
         stored = _store(wide, assignment, keys, rounding)
         # Names stay as `init` gave them, which may have seen axes that are explicit.
@@ -223,21 +224,20 @@ def _store(
     keys: jax.Array | None,
     rounding: Rounding | None,
 ) -> Any:
-    """Encode the rule's state to keep it until the next step; with keys, one more than
-    leaves, round at random what is to be.
+    """Encode the rule's state to keep it until the next step; with keys, one for all
+    blocks and one for each other leaf, round at random what is to be.
     """
     # The noise of blocks is a hash of key and number, so they share a key. Then the
     # kernels of all leaves share their scalars.
-    of_blocks, *others = [None] * (len(assignment) + 1) if keys is None else keys
-    of_leaves, numbers = iter(others), itertools.count()
+    of_leaves = itertools.repeat(None) if keys is None else iter(keys)
+    of_blocks, numbers = next(of_leaves), itertools.count()
 
     def keep(node):  # an array, or a box of Flax with one
         assigned = [assignment.get(next(numbers)) for _ in jax.tree.leaves(node)]
         if len(assigned) != 1 or assigned[0] is None or assigned[0].format == FLOAT32:
             return node
         format, (leaf,) = assigned[0].format, jax.tree.leaves(node)
-        key = next(of_leaves)
-        key = of_blocks if isinstance(format, BlockFormat) else key
+        key = of_blocks if isinstance(format, BlockFormat) else next(of_leaves)
         is_random = rounding == "stochastic" or format.rounds_at_random
         kept = store(node, format, key if is_random else None)
         if is_stored(kept) and kept.shape != leaf.shape:
