@@ -35,26 +35,11 @@ WAYS: Mapping[str, tuple[Any, Any, Any]] = {
 }
 
 
-def adam(way: str, *decays: float) -> Any:
-    """Return Adam with both moments kept in a way."""
+def kept(way: str, rule: Any) -> Any:
+    """Return a rule with its moments kept in a way."""
     first, second, rounding = WAYS[way]
-    rule = optax.adam(RATE, *decays)
-    if way == "float32":
-        return rule
-    return mpx.low_precision_state(
-        rule, {"mu": first, "nu": second}, rounding=rounding, min_size=0
-    )
-
-
-def sgd(way: str, momentum: float) -> Any:
-    """Return SGD with its momentum kept in a way."""
-    first, _, rounding = WAYS[way]
-    rule = optax.sgd(RATE, momentum)
-    if way == "float32":
-        return rule
-    return mpx.low_precision_state(
-        rule, {"trace": first}, rounding=rounding, min_size=0
-    )
+    formats = {"first moment": first, "second moment": second}
+    return mpx.low_precision_state(rule, formats, rounding=rounding, min_size=0)
 
 
 class Run(NamedTuple):
@@ -122,11 +107,11 @@ def rare_rows(tx: Any, steps: int = 4000) -> tuple[float, float]:
 
 def measured(way: str) -> Row:
     """Return a row of the table."""
-    way_of_rare, second = rare_rows(adam(way))
+    way_of_rare, second = rare_rows(kept(way, optax.adam(RATE)))
     drifts = {
-        "usual": drift(adam(way, 0.9, 0.95)),
-        "slow": drift(adam(way, 0.95, 0.95)),
-        "sgd": drift(sgd(way, 0.98), 2000),
+        "usual": drift(kept(way, optax.adam(RATE, 0.9, 0.95))),
+        "slow": drift(kept(way, optax.adam(RATE, 0.95, 0.95))),
+        "sgd": drift(kept(way, optax.sgd(RATE, 0.98)), 2000),
     }
     figures = {name: f"{x.mean():.1e}, {x.max():.1e}" for name, x in drifts.items()}
     return {"way": way, "rare": way_of_rare, "second": second} | figures

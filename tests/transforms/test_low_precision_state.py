@@ -358,7 +358,8 @@ def test_muon_with_momentum_in_4_bits_is_warned_of(recwarn, rule, recipe, warns)
 
 def test_a_weight_whose_gradients_stop_stands_still():
     def drift(way):
-        return in_the_mean.drift(in_the_mean.adam(way, 0.9, 0.95), 300)
+        rule = optax.adam(in_the_mean.RATE, 0.9, 0.95)
+        return in_the_mean.drift(in_the_mean.kept(way, rule), 300)
 
     assert drift("8 bits").max() < 1e-5
     assert drift("4 and 8 bits").max() < 1e-5
@@ -367,7 +368,8 @@ def test_a_weight_whose_gradients_stop_stands_still():
 
 def test_a_row_with_rare_gradients_learns_as_in_float32():
     def rare_rows(way):
-        return in_the_mean.rare_rows(in_the_mean.adam(way), 1500)
+        rule = optax.adam(in_the_mean.RATE)
+        return in_the_mean.rare_rows(in_the_mean.kept(way, rule), 1500)
 
     expected, second_moment = rare_rows("float32")
     for way in ("8 bits", "4 and 8 bits"):
