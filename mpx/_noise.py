@@ -52,9 +52,9 @@ def noise_for(key: jax.Array, x: jax.Array) -> jax.Array:
     results do not depend on how an array is sharded or cut into tiles, and a kernel can
     make the bits: it need not know where an element stands.
 
-    A product and a sum take a GPU two instructions, a hash that mixes all bits 15. What
-    they lack: in one step of some hundreds, hundreds of neighbouring numbers go up or
-    down together.
+    It is a product and a sum, since the step of a leaf takes a GPU as long as its
+    instructions do. What it lacks: in one step of some hundreds, hundreds of
+    neighbouring numbers go up or down together.
     """
     first, second = jax.random.key_data(key)[:2]
     # Leave out the last 4 bits: numbers that differ by an error of rounding, on other
