@@ -18,8 +18,7 @@ memory; Grain shuffles them and knows the position to resume from.
 import dataclasses
 import hashlib
 import json
-import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, SupportsIndex
 
@@ -29,71 +28,15 @@ import tiktoken
 import typer
 from typer import Option
 
+from examples.gpt.text import PIECE_BYTES, pieces
+
 INDEX_NAME = "tokens.json"
-# Parts of the standard library that are tests, tables of numbers, foreign packages, or
-# differ between machines.
-SKIPPED_FOLDERS = {
-    "__pycache__",
-    "encodings",
-    "idlelib",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-}
-SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
-PIECE_BYTES = 10_000  # no file needs to fit into memory
 HELD_OUT_EVERY = 10
 # not endless: of endless rows Grain 0.2.18 cannot count the batches of one row
 EPOCHS = 1_000_000
 READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # batches
 
 Part = Literal["training", "validation"]
-
-
-# --- Text. ---
-def pieces(path: Path | None) -> Iterator[tuple[bytes, bool]]:
-    """Yield the text files of a path in sorted order, piece by piece, and whether a
-    piece begins a file.
-
-    None stands for the source code of Python's standard library. Pieces with a zero
-    byte are not text and are left out.
-    """
-    for file in files(path):
-        with file.open("rb") as opened:
-            begins = True
-            while piece := b"".join(opened.readlines(PIECE_BYTES)):
-                if b"\0" not in piece:
-                    yield piece, begins
-                    begins = False
-
-
-def files(path: Path | None) -> list[Path]:
-    """Return the files of a path in the order of reading, without hidden ones."""
-    if path is None:
-        folder = Path(sysconfig.get_path("stdlib"))
-        return sorted(
-            file
-            for file in folder.rglob("*.py")
-            if not _is_skipped(file.relative_to(folder))
-        )
-    if path.is_dir():
-
-        def is_hidden(file):
-            return any(part.startswith(".") for part in file.relative_to(path).parts)
-
-        found = (
-            file for file in path.rglob("*") if file.is_file() and not is_hidden(file)
-        )
-        return sorted(found, key=lambda file: file.relative_to(path).as_posix())
-    return [path]
-
-
-def _is_skipped(path: Path) -> bool:
-    return not SKIPPED_FOLDERS.isdisjoint(path.parts) or any(
-        part.startswith(SKIPPED_PREFIXES) for part in path.parts
-    )
 
 
 # --- Tokenizers. ---
