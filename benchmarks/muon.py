@@ -96,7 +96,9 @@ def losses(options: dict[str, Any], how: str, steps: int, seeds: int) -> list[fl
     parts = compare.split(compare.read_text(None))
     return [
         run.validation_losses[-1]
-        for run in compare.train_recipe(recipe, seeds, hyperparameters, *parts, tx)
+        for run in compare.train_recipe(
+            recipe, range(seeds), hyperparameters, *parts, tx
+        )
     ]
 
 

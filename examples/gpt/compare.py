@@ -8,18 +8,21 @@ number of steps. Run it from the root of the repository:
     python -m examples.gpt.compare --recipes all
     python -m examples.gpt.compare --text my_folder --recipes f32,bf16-split \
         --steps 1000 --out results
+    python -m examples.gpt.compare --preset gpt2-124m --batch-size 16 \
+        --learning-rate 6e-4 --steps 1000
 
 The first trains eleven times, in about four minutes on two cores with nothing else to
-do; the second sixteen times. A gap is taken at seed 0 and compared with the standard
-deviation of the validation loss over three f32 seeds. Without mpx an update smaller
-than half the distance to the next bfloat16 is lost, and so are the finer parts of the
-moments; every recipe of mpx ends where f32 ends.
+do; the second sixteen times. The last is for a GPU; a token is a byte there too, and
+most of the vocabulary is never used. A gap is taken at seed 0 and compared with the
+standard deviation of the validation loss over three f32 seeds. Without mpx an update
+smaller than half the distance to the next bfloat16 is lost, and so are the finer parts
+of the moments; every recipe of mpx ends where f32 ends.
 """
 
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,20 +33,20 @@ import typer
 from typer import Option
 
 import mpx
-from examples.gpt import data, report
-from examples.gpt.model import PRESETS
+from examples.gpt import report
+from examples.gpt.model import PRESETS, Config, get_preset
 from examples.gpt.recipes import RECIPES, Recipe, get_recipe
+from examples.gpt.text import pieces
 from examples.gpt.training import Hyperparameters, Program
 
-MAXIMUM_BYTES = 4_000_000  # a comparison reads well below a million of them
-MINIMUM_BYTES = 10_000
+MAXIMUM_BYTES = 4_000_000  # the tiny model reads well below a million of them
+MINIMUM_BYTES = 20_000  # of which a tenth holds a sequence of 1,024
 # every tenth is held out; only the two ends of a block can share a line with the
 # training part
 BLOCKS = 100
-CONFIG = PRESETS["tiny"]
-CONTEXT = CONFIG.context  # bytes; long enough to learn words and indentation
+PRESET = "tiny"  # 64 bytes of context: long enough to learn words and indentation
 BATCH_SIZE = 8  # 512 bytes a step: on two cores more of them would mean fewer steps
-VALIDATION_BATCHES = 16  # 8,192 bytes, the same for every run
+VALIDATION_BATCHES = 16  # of that size, the same for every run
 EVALUATIONS = 20  # points of the curves
 # the training loss of a single batch says little; the table has the mean of the last
 # ones
@@ -60,19 +63,19 @@ DEFAULT_NAMES = (
 
 
 # --- The text. ---
-def read_text(path: Path | None) -> np.ndarray:
-    """Read the first `MAXIMUM_BYTES` of a text."""
+def read_text(path: Path | None, maximum: int = MAXIMUM_BYTES) -> np.ndarray:
+    """Read the first `maximum` bytes of a text."""
     content = bytearray()
-    for piece, _ in data.pieces(path):
+    for piece, _ in pieces(path):
         content += piece
-        if len(content) >= MAXIMUM_BYTES:
+        if len(content) >= maximum:
             break
     if len(content) < MINIMUM_BYTES:
         raise ValueError(
             f"--text: it has {len(content):,} bytes, and at least {MINIMUM_BYTES:,} are"
             " needed."
         )
-    return np.frombuffer(content[:MAXIMUM_BYTES], np.uint8)
+    return np.frombuffer(content[:maximum], np.uint8)
 
 
 def split(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -83,26 +86,28 @@ def split(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ), np.concatenate(blocks[9::10])
 
 
-def random_batches(text: np.ndarray, *, seed: int, count: int) -> Iterator[np.ndarray]:
-    """Yield `count` batches of shape (BATCH_SIZE, CONTEXT + 1)."""
+def random_batches(
+    text: np.ndarray, shape: tuple[int, int], *, seed: int, count: int
+) -> Iterator[np.ndarray]:
+    """Yield `count` batches of a shape (B, T + 1)."""
     generator = np.random.default_rng(seed)
     for _ in range(count):
-        yield windows(text, generator.integers(0, len(text) - CONTEXT, size=BATCH_SIZE))
+        starts = generator.integers(0, len(text) - shape[1] + 1, size=shape[0])
+        yield windows(text, starts, shape[1])
 
 
-def fixed_batches(text: np.ndarray) -> np.ndarray:
-    """Return evenly spaced sequences, the same at every call: (VALIDATION_BATCHES,
-    BATCH_SIZE, CONTEXT + 1).
+def fixed_batches(text: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Return evenly spaced sequences, the same at every call: (VALIDATION_BATCHES, B, T
+    + 1).
     """
-    starts = np.linspace(
-        0, len(text) - CONTEXT - 1, VALIDATION_BATCHES * BATCH_SIZE
-    ).astype(np.int64)
-    return windows(text, starts).reshape(VALIDATION_BATCHES, BATCH_SIZE, -1)
+    count = VALIDATION_BATCHES * shape[0]
+    starts = np.linspace(0, len(text) - shape[1], count).astype(np.int64)
+    return windows(text, starts, shape[1]).reshape(VALIDATION_BATCHES, *shape)
 
 
-def windows(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return sequences (N, CONTEXT + 1): the targets are the inputs, one byte later."""
-    return text[starts[:, None] + np.arange(CONTEXT + 1)]
+def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Return sequences (N, length): the targets are the inputs, one byte later."""
+    return text[starts[:, None] + np.arange(length)]
 
 
 # --- One run. ---
@@ -133,33 +138,37 @@ def bytes_per_parameter(
 
 def train_recipe(
     recipe: Recipe,
-    seeds: int,
+    seeds: Iterable[int],
     hyperparameters: Hyperparameters,
     text: np.ndarray,
     held_out: np.ndarray,
     tx: optax.GradientTransformation | None = None,
+    *,
+    config: Config = PRESETS[PRESET],
+    batch_size: int = BATCH_SIZE,
 ) -> Iterator[report.Run]:
-    """Train from the first seeds, which share their compiled functions, and yield the
-    finished runs.
+    """Train from seeds, which share their compiled functions, and yield the finished
+    runs.
 
     `tx` takes the place of the recipe's optimizer.
     """
-    program, steps = Program(recipe, CONFIG, hyperparameters), hyperparameters.steps
+    program, steps = Program(recipe, config, hyperparameters), hyperparameters.steps
     program.tx = program.tx if tx is None else tx
     train_step = jax.jit(
         program.train_step, donate_argnums=(0, 1), compiler_options=COMPILER_OPTIONS
     )
     evaluate = jax.jit(program.evaluate, compiler_options=COMPILER_OPTIONS)
-    validation = jax.device_put(fixed_batches(held_out))
+    shape = (batch_size, config.context + 1)
+    validation = jax.device_put(fixed_batches(held_out, shape))
     evaluation_steps = {
         math.ceil(steps * (point + 1) / EVALUATIONS) for point in range(EVALUATIONS)
     }
-    for seed in range(seeds):
+    for seed in seeds:
         params, opt_state = program.init(seed)
         size = bytes_per_parameter(recipe, params, opt_state)
         losses, validation_losses = [], {}
         for step, batch in enumerate(
-            random_batches(text, seed=seed, count=steps), start=1
+            random_batches(text, shape, seed=seed, count=steps), start=1
         ):
             params, opt_state, metrics = train_step(params, opt_state, batch[None])
             losses.append(metrics.loss)  # stays on the device until it is read
@@ -216,6 +225,10 @@ def main(
         int, Option(min=1, help="Seeds of every other recipe.")
     ] = 1,
     learning_rate: Annotated[float, Option(help="Peak of the schedule.")] = 3e-4,
+    preset: Annotated[
+        str, Option(help=f"The model: one of {', '.join(PRESETS)}.")
+    ] = PRESET,
+    batch_size: Annotated[int, Option(min=1, help="Sequences of a step.")] = BATCH_SIZE,
     out: Annotated[
         Path, Option(help="Folder for precision.png, curves.png and precision.json.")
     ] = Path("comparison"),
@@ -225,15 +238,15 @@ def main(
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        chosen = chosen_recipes(recipes)
+        chosen, config = chosen_recipes(recipes), get_preset(preset)
         hyperparameters = Hyperparameters(steps, learning_rate)
         parts = split(read_text(text))
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(
         f"{text or 'The standard library of Python'}: {len(parts[0]):,} bytes to train"
-        f" on, {len(parts[1]):,} held out. {steps} steps of {BATCH_SIZE} x"
-        f" {CONTEXT} bytes on {jax.devices()[0].device_kind}."
+        f" on, {len(parts[1]):,} held out. {steps} steps of {batch_size} x"
+        f" {config.context} bytes on {jax.devices()[0].device_kind}."
     )
     runs: list[report.Run] = []
     # A gap is to f32 of the same seed.
@@ -243,7 +256,14 @@ def main(
     ]
     total, start = sum(counts), time.monotonic()
     for recipe, count in zip(chosen, counts, strict=True):
-        finished = train_recipe(recipe, count, hyperparameters, *parts)
+        finished = train_recipe(
+            recipe,
+            range(count),
+            hyperparameters,
+            *parts,
+            config=config,
+            batch_size=batch_size,
+        )
         for seed in range(count):
             typer.echo(
                 f"run {len(runs) + 1} of {total}: {recipe.name}, seed {seed}", nl=False

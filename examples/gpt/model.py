@@ -88,6 +88,15 @@ ATTENTION = "attention"  # what a checkpoint keeps of it: its inputs or its resu
 CUDNN_FORWARD = "dot_product_attention_fwd"
 
 
+def get_preset(name: str) -> Config:
+    """Return the sizes of a name, or raise a `ValueError` that lists all names."""
+    if name not in PRESETS:
+        raise ValueError(
+            f"no model is called {name!r}; there are {', '.join(PRESETS)}."
+        )
+    return PRESETS[name]
+
+
 class Attention(nnx.Module):
     """Causal self-attention."""
 

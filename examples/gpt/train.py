@@ -41,7 +41,7 @@ from typer import Option
 
 import mpx
 from examples.gpt import checkpoints, data, devices
-from examples.gpt.model import PRESETS, SIZES, Config
+from examples.gpt.model import PRESETS, SIZES, Config, get_preset
 from examples.gpt.recipes import RECIPES, get_recipe
 from examples.gpt.training import Hyperparameters, Metrics, Program
 
@@ -131,12 +131,7 @@ class Run:
 
     def __init__(self, settings: Settings, manager: Any) -> None:
         self.settings, self.done = settings, 0
-        if settings.preset not in PRESETS:
-            raise ValueError(
-                f"no model is called {settings.preset!r}; there are"
-                f" {', '.join(PRESETS)}."
-            )
-        recipe = get_recipe(settings.recipe)
+        preset, recipe = get_preset(settings.preset), get_recipe(settings.recipe)
         if settings.attention == "cudnn" and recipe.compute_dtype == "float32":
             raise ValueError(
                 "--attention cudnn is a kernel for 16-bit numbers, but"
@@ -156,7 +151,7 @@ class Run:
         self.index = data.read_index(self.folder)
         self.hyperparameters = Hyperparameters(settings.steps, settings.learning_rate)
         self.config = dataclasses.replace(
-            PRESETS[settings.preset],
+            preset,
             vocabulary=data.get_tokenizer(self.index.tokenizer).vocabulary,
             attention=settings.attention,
             attention_dtype=recipe.attention_dtype,

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.optax_promotion
 def test_the_comparison_says_which_run_it_is_at_and_writes_its_table_and_pictures(
     tmp_path, monkeypatch
 ):
-    def finished(recipe, count, *_):
+    def finished(recipe, seeds, *_, **sizes):
         size = {"parameters": 2.0, "gradients": 2.0, "optimizer state": 12.0}
         return (
             report.Run(recipe.name, seed, size, 2.4, [2, 4], [2.4 + seed / 10] * 2, 3)
-            for seed in range(count)
+            for seed in seeds
         )
 
     monkeypatch.setattr(compare, "train_recipe", finished)
