@@ -30,13 +30,15 @@ from benchmarks.report import Row, Sheet
 from benchmarks.rungs import ON_CPU, ON_GPU, RUNGS, choose_rungs
 from benchmarks.workers import run_worker
 
-Attention = Literal["default", "cudnn"]
 SETTINGS = {
     "gpu": ON_GPU,
     "smallest": dataclasses.replace(ON_CPU, steps=1, rounds=1),
 }
 # Forms of PyTorch, by the kernel of attention; other sides are rungs.
-TORCH: dict[str, Attention] = {"torch": "default", "torch-cudnn": "cudnn"}
+TORCH: dict[str, Literal["default", "cudnn"]] = {
+    "torch": "default",
+    "torch-cudnn": "cudnn",
+}
 TURNS = ("torch", "torch-cudnn", "padded", "padded", "torch-cudnn", "torch")
 TIMEOUT = 300.0  # seconds for one process
 COLUMNS = {
@@ -114,10 +116,5 @@ def main(
         print(sheet.markdown())
 
 
-app = typer.Typer(
-    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-)
-app.command()(main)
-
 if __name__ == "__main__":
-    app()
+    typer.run(main)

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from benchmarks import torch_gpt2, workers
 from examples.gpt.model import Config
@@ -118,7 +117,9 @@ def test_turns_of_a_side_are_one_row_beside_pytorch():
     assert "| padded | 25.00 | 19.00 to 31.00 | 40,000 | 2.00 | 3 at most |" in printed
 
 
-def test_the_command_takes_sides_in_turn_and_goes_on_after_a_failure(monkeypatch):
+def test_the_command_takes_sides_in_turn_and_goes_on_after_a_failure(
+    monkeypatch, capsys
+):
     asked = []
 
     def run_worker(function, arguments, *, timeout):
@@ -129,7 +130,8 @@ def test_the_command_takes_sides_in_turn_and_goes_on_after_a_failure(monkeypatch
         return [turn(arguments["side"], 20)]
 
     monkeypatch.setattr(torch_gpt2, "run_worker", run_worker)
-    printed = CliRunner().invoke(torch_gpt2.app, []).output
+    torch_gpt2.main()
+    printed = capsys.readouterr().out
     sides = ["torch", "torch-cudnn", "padded"]
     assert asked == sides + sides[::-1]
     assert "torch: no PyTorch" in printed
