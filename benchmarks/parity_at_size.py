@@ -11,10 +11,10 @@ are 256 of the 50,257 tokens; the rows of the others stay in the embedding, so t
 model has its 124 million parameters. Products of `f32` are TF32 on a GPU. Float32 runs
 from three seeds, whose standard deviation is the spread, and the others from one.
 
-`--found` shows what `benchmarks.on_gpu` measured in a folder, and trains nothing. A
-thousand steps on one H200 should take one to two minutes, and all ten runs a quarter of
-an hour: an estimate, from the 57 ms that a step took there in bfloat16, and a bound of
-79 ms in TF32.
+`--found` shows what `benchmarks.on_gpu` measured in a folder, and trains nothing. On
+one H200 a run should take about two minutes, and all ten twenty. This is an estimate:
+bounds of the programs for it are 34 to 65 ms a step, and the one that was measured took
+57 ms for a bound of 36. The programs take 37 GB at most.
 """
 
 import dataclasses
