@@ -57,6 +57,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT-2: from tokens to their mean loss."""
 
+    is_padding: torch.Tensor  # bool, for each row of the embedding
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         rows, width = config.padded_vocabulary, config.width
@@ -148,10 +150,15 @@ def measure_step(setting: Row, attention: Literal["default", "cudnn"]) -> Row:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     row = time_rounds(run, steps=chosen.steps_of(1), rounds=chosen.rounds)
-    return row | {
-        "tokens": chosen.batch_size * config.context,
-        "loss": loss,
-        "compile s": seconds,
-        "peak bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "peak bytes before": 0,
-    }
+    note = {} if on_gpu else {"note": "no GPU: not compiled, default attention"}
+    return (
+        row
+        | note
+        | {
+            "tokens": chosen.batch_size * config.context,
+            "loss": loss,
+            "compile s": seconds,
+            "peak bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+            "peak bytes before": 0,
+        }
+    )
