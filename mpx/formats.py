@@ -35,13 +35,12 @@ _INFINITY = np.uint32(0x7F80_0000)
 _QUIET = np.uint32(0x0040_0000)
 _BF16_MAX_F32 = np.uint32(0x7F7F_0000)
 # The largest whose rounding to bfloat16, ties away from zero, is finite.
-_LARGEST_SPLIT = np.uint32(0x7F7F_7FFF)
+_LARGEST_SPLIT = np.uint32(0x7F7F_7FFF).view(np.float32)
 _F16_MAX = np.uint32(0x477F_E000)  # 65504
 _F16_SMALLEST_NORMAL = np.uint32(0x3880_0000)  # 2**-14
 _HALF = np.uint32(0x3F00_0000)  # 0.5
 
 # 16-bit patterns.
-_BF16_INFINITY = np.uint16(0x7F80)
 _BF16_MAX = np.uint32(0x7F7F)
 _F16_MAX_BITS = np.uint32(0x7BFF)
 
@@ -199,25 +198,26 @@ def split_f32(
     x = _as_float32(x, "split_f32")
     bits = x.view(np.uint32)
     require_choice(get_args(Overflow), overflow, "`split_f32`: `overflow`")
-    nan = _is_nan(bits)
+    is_special, low = jnp.isnan(x), _QUIET
     if overflow == "largest":
-        magnitude = bits & _MAGNITUDE
-        beyond = (magnitude > _LARGEST_SPLIT) & (magnitude < _INFINITY)
-        bits = jnp.where(beyond, (bits & _SIGN) | _LARGEST_SPLIT, bits)
-    hi = jnp.where(nan, (bits | _QUIET) >> 16, (bits + 0x8000) >> 16).astype(np.uint16)
-    # Chosen, not only masked: the assembler of CUDA 13.0 stores low bits of a float32
-    # register as a number, 0 of most weights.
-    lo = jnp.where(nan, np.uint32(0), bits & 0xFFFF).astype(np.uint16)
-    return straight_through(hi.view(_BFLOAT16), x), lo
+        # Infinities too: no weight reaches them with low bits, see `join_f32`.
+        low = jnp.where(is_special, _QUIET, np.uint32(0x7FFF))
+        is_special = ~(jnp.abs(x) <= _LARGEST_SPLIT)
+    # Chosen between integers: the assembler of CUDA 13.0 stores the low bits of a
+    # float32 register as a number, 0 of most weights.
+    bits = jnp.where(is_special, (bits & np.uint32(0xFFFF_0000)) | low, bits)
+    hi = ((bits + 0x8000) >> 16).astype(np.uint16)
+    return straight_through(hi.view(_BFLOAT16), x), bits.astype(np.uint16)
 
 
 def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
     """Join bfloat16 weights and their 16 low bits (uint16) to float32; the inverse of
     `split_f32`.
 
-    A weight changed from outside is respected: for `hi` of ±0 no borrow is taken, so
-    that a pruned weight reads as (almost) zero and not as NaN; an infinite `hi` that
-    did not come from a large finite number reads as infinite; a NaN reads as NaN.
+    A weight changed from outside is respected: low bits that `hi` cannot have had are
+    left out. So a pruned weight reads as (almost) zero and not as NaN, and an infinite
+    `hi` that did not come from a large finite number reads as infinite. A NaN reads as
+    NaN.
 
     Example:
         >>> float(
@@ -231,13 +231,11 @@ def join_f32(hi: ArrayLike, lo: ArrayLike) -> jax.Array:
             f"`join_f32` needs bfloat16 `hi` and uint16 `lo`, but got {hi.dtype} and"
             f" {lo.dtype}."
         )
-    high = hi.view(np.uint16)
-    magnitude = high & np.uint16(0x7FFF)
-    rounded_up = lo >= 0x8000
-    borrow = (rounded_up & (magnitude != 0)).astype(np.uint16)
-    infinite = (magnitude == _BF16_INFINITY) & ~rounded_up
-    low = jnp.where(infinite, np.uint16(0), lo)
-    joined = ((high - borrow).astype(np.uint32) << 16) | low.astype(np.uint32)
+    high = hi.view(np.uint16).astype(np.uint32) << 16
+    # From 0x8000 on `hi` was rounded up: low bits are a number with a sign.
+    joined = high + lo.astype(np.int16).astype(np.uint32)
+    # No number becomes NaN: 0 and infinities have other low bits.
+    joined = jnp.where(jnp.isnan(joined.view(np.float32)), high, joined)
     return straight_through(joined.view(np.float32), hi)
 
 

@@ -240,7 +240,7 @@ def test_one_more_leaf_of_a_shape_costs_the_trace_a_few_calls(name):
         optax.adamw(1e-3), name, 2
     )
     assert alone[0] <= traced <= alone[0] + 12
-    assert computed - alone[1] > 80 or RECIPES[name].weights in (
+    assert computed - alone[1] > 40 or RECIPES[name].weights in (
         None,
         "full",
         "stochastic",
