@@ -63,8 +63,9 @@ def noise_for(key: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def uniform_for(key: jax.Array, x: jax.Array) -> jax.Array:
-    """Return a random number for each number of an array: from 1/8192 to 8191/8192, in
-    steps of 1/4096.
+    """Return a random number between 0 and 2 for each number of an array: from 1/4096
+    to 2 - 1/4096, in steps of 1/2048.
     """
-    bits = ((noise_for(key, x) >> 9) & np.uint32(0x7F_F800)) | np.uint32(0x3F80_0400)
-    return bits.view(np.float32) - 1
+    # As the last bits of a number from 4,096 to 4,098, which lie 1/2048 apart.
+    bits = (noise_for(key, x) >> 20) | np.uint32(0x4580_0000)
+    return bits.view(np.float32) - np.float32(4096 - 1 / 4096)

@@ -17,9 +17,9 @@ ROWS = {
 
 
 def uniform(row):
-    """Return the random numbers of a row under each key."""
+    """Return the random numbers of a row under each key, between 0 and 1."""
     x = jnp.asarray(ROWS[row], jnp.float32)
-    return np.asarray(jax.jit(jax.vmap(lambda key: uniform_for(key, x)))(KEYS))
+    return np.asarray(jax.jit(jax.vmap(lambda key: uniform_for(key, x)))(KEYS)) / 2
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -25,7 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._noise import uniform_for
-from mpx._stored.blocks import BlockFormat, largest_of_blocks, packed, spread, unpacked
+from mpx._stored.blocks import (
+    BlockFormat,
+    largest_of_blocks,
+    mpx_root,
+    packed,
+    spread,
+    unpacked,
+)
 from mpx._stored.roles import Role
 
 _SIGN, _INFINITY_BITS, _SMALLEST_NORMAL_BITS = (
@@ -36,6 +43,7 @@ _SIGN, _INFINITY_BITS, _SMALLEST_NORMAL_BITS = (
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _LARGE = np.float32(2.0**64)
 _TOP_OF_4_BITS = np.float32(7)
+_INTEGERS = np.float32(1.5 * 2**23)  # where float32 numbers are integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +54,9 @@ class Blockwise8bit(BlockFormat):
     The largest magnitude of a block is exact. A signed number close to it is off by
     0.8% at most, one of a tenth of it by 2.5%, one of a hundredth by 8%; below 1.6e-5
     of it a number becomes zero. Unsigned, for second moments, these errors are half as
-    large, and no positive number becomes zero. A block with a NaN becomes NaN, and so
-    does a block with a negative number under the unsigned map. An infinity stays
-    infinite, and the finite numbers of its block become NaN. Blocks whose largest
-    magnitude is below 1.2e-38 become zero.
+    large, and no positive number becomes zero. A block with a NaN or an infinity
+    becomes NaN, and so does a block with a negative number under the unsigned map.
+    Blocks whose largest magnitude is below 1.2e-38 become zero.
 
     `low_precision_state` rounds codes up or down at random, so that each member of a
     block is followed in the mean. Rounded to nearest, a member stands still if a step
@@ -205,22 +212,21 @@ class Blockwise4bit(BlockFormat):
 def _encoded(
     x: jax.Array, block_size: int, signed: bool, top: np.float32, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return codes (int32) in the shape of an array, and a scale for each block."""
+    """Return numbers (int32) in the shape of an array, whose low bits are codes, and a
+    scale for each block.
+    """
     scales = _scales(x, block_size, signed)
-    place = jnp.sqrt(jnp.abs(x)) * spread(
+    place = mpx_root(jnp.abs(x)) * spread(
         _inverse_roots(scales, top), x.shape, block_size
     )
-    place = jnp.minimum(place, top)  # of an infinity, and of errors in the last bits
-    code = jnp.round(place) if key is None else _one_of_two(place, uniform_for(key, x))
+    code = place if key is None else _one_of_two(place, uniform_for(key, x))
     if signed:
         sign = x.view(np.uint32) & _SIGN
         code = (code.view(np.uint32) | sign).view(np.float32)
-    else:
-        # A positive number never becomes zero, but beside an infinity: zero times
-        # infinity is NaN.
-        least = spread((scales < np.inf).astype(np.float32), x.shape, block_size)
-        code = jnp.where(x >= _SMALLEST_NORMAL, jnp.maximum(code, least), np.float32(0))
-    return code.astype(np.int32), scales
+    else:  # a positive number never becomes zero
+        code = jnp.maximum(code, (place > 0).astype(np.float32))
+    # A sum that is an integer: its last bits are the code, with its sign.
+    return (code + _INTEGERS).view(np.int32), scales
 
 
 def _decoded(
@@ -233,36 +239,29 @@ def _decoded(
     size = code * code * np.float32(1 / top**2)
     # The sign as a bit: XLA for CPUs would multiply the scales by the inverse instead,
     # and return the largest float32 as 3.4028233e38.
-    value = (size.view(np.uint32) | (codes.view(np.uint32) & _SIGN)).view(np.float32)
+    value = (size.view(np.uint32) | (code.view(np.uint32) & _SIGN)).view(np.float32)
     return value * spread(scales, codes.shape, block_size)
 
 
 def _scales(x: jax.Array, block_size: int, signed: bool) -> jax.Array:
-    """Return the largest magnitude of each block; 0 if it is subnormal, NaN for a
-    negative number without a sign.
+    """Return the largest magnitude of each block; 0 if it is subnormal, NaN beside an
+    infinity, a NaN or a negative number without a sign.
 
     The maximum is one of unsigned integers. In their order infinity stands above finite
     numbers, NaN above infinity, and negative numbers above NaN. Negative zero is zero.
     """
     bits = x.view(np.uint32)
-    magnitude = bits & ~_SIGN
-    bits = (
-        magnitude
-        if signed
-        else jnp.where(magnitude < _SMALLEST_NORMAL_BITS, np.uint32(0), bits)
-    )
+    bits = bits & ~_SIGN if signed else jnp.where(bits == _SIGN, np.uint32(0), bits)
     bits = largest_of_blocks(bits, block_size)
     scales = jnp.where(
         bits >= _SMALLEST_NORMAL_BITS, bits.view(np.float32), np.float32(0)
     )
-    return jnp.where(bits > _INFINITY_BITS, np.float32(np.nan), scales)
+    return jnp.where(bits >= _INFINITY_BITS, np.float32(np.nan), scales)
 
 
 def _inverse_roots(scales: jax.Array, top: np.float32) -> jax.Array:
-    """Return `top / sqrt(scale)`; 0 for a scale of zero, and for one that is infinite
-    or NaN a number with which only infinities reach a code.
-    """
-    ordinary = (scales > 0) & (scales < np.inf)
+    """Return `top / sqrt(scale)`; 0 for a scale of zero or NaN."""
+    ordinary = scales > 0
     # The inverse of a large scale would be subnormal.
     shrink, grow = (
         jnp.where(scales >= _LARGE, np.float32(y), np.float32(1))
@@ -272,8 +271,7 @@ def _inverse_roots(scales: jax.Array, top: np.float32) -> jax.Array:
         ordinary, 1 / jnp.where(ordinary, scales * shrink, np.float32(1)), np.float32(0)
     )
     # XLA computes `1 / sqrt` in another way, with other bits.
-    found = top * (grow * jnp.sqrt(inverse))
-    return jnp.where(scales < np.inf, found, _SMALLEST_NORMAL)
+    return top * (grow * jnp.sqrt(inverse))
 
 
 def _one_of_two(place: jax.Array, noise: jax.Array) -> jax.Array:
@@ -285,8 +283,7 @@ def _one_of_two(place: jax.Array, noise: jax.Array) -> jax.Array:
     noise is 1.2e-4 or more.
     """
     below = jnp.floor(place)
-    rest = place - below
     # The odds of the code above, without a division: how far the square of the place
-    # has come between the squares of the two codes.
-    is_above = noise * (2 * below + 1) < rest * (2 * below + rest)
+    # has come between the squares of the two codes. Noise goes up to 2.
+    is_above = noise * (below + np.float32(0.5)) < (place - below) * (place + below)
     return below + is_above.astype(np.float32)

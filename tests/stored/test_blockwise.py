@@ -243,7 +243,7 @@ def test_the_scale_of_any_32_bits_is_what_comparisons_of_numbers_say(
         x, np.asarray(jit_encode(x, 16, signed).scale).reshape(-1), strict=True
     ):
         normal = np.where(np.abs(block) < SMALLEST_NORMAL, np.float32(0), block)
-        if np.isnan(block).any() or (not signed and (normal < 0).any()):
+        if not np.isfinite(block).all() or (not signed and (normal < 0).any()):
             assert np.isnan(scale)
         else:
             assert_same_bits(scale, np.abs(normal).max())
@@ -308,14 +308,11 @@ def test_a_nan_makes_its_block_nan_and_no_other(signed, seed):
 
 
 @keys
-def test_infinities_stay_and_the_finite_numbers_of_their_block_become_nan(seed):
-    for signed, infinities in [
-        (True, [INF]), (True, [-INF]), (True, [INF, -INF]), (True, [-INF, INF, -INF]), (False, [INF, INF]),
-    ]:  # fmt: skip
+def test_an_infinity_makes_its_block_nan(seed):
+    for signed, infinity in [(True, INF), (True, -INF), (False, INF)]:
         x = numbers(6, 3, 16, signed)
-        x[17], x[18], x[19 : 19 + len(infinities)] = LARGEST, 0, infinities
-        expected = np.where(np.isinf(x), x, np.float32(np.nan))[16:32]
-        np.testing.assert_array_equal(decoded_middle(x, signed, seed), expected)
+        x[17], x[18], x[19] = LARGEST, 0, infinity
+        assert np.isnan(decoded_middle(x, signed, seed)).all()
 
 
 @keys
