@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn
 from mpx._primitives import is_call
 
 T = TypeVar("T")
+Calls = dict[Any, tuple[str, list[Any]]]
 
 
 # ---- what an equation holds ----------------------------------------------------------
@@ -83,8 +84,8 @@ class Graph:
         }
 
     def maker(self, v: Any) -> JaxprEqn | None:
-        """Return the equation that makes a value; None for an input."""
-        return self._makers.get(v, (-1, None))[1]
+        """Return the equation that makes a value; None for an input or a literal."""
+        return None if is_literal(v) else self._makers.get(v, (-1, None))[1]
 
     def number(self, v: Any) -> int:
         """Return the place of that equation in the program; -1 for an input."""
@@ -211,26 +212,28 @@ def with_source_of(eqn: JaxprEqn) -> Iterator[None]:
 def traced_flat(
     function: Callable[..., Any],
     given: Sequence[Any],
-) -> tuple[jex_core.Jaxpr, dict[Any, Any], Any]:
+) -> tuple[jex_core.Jaxpr, dict[Any, Any], Any, Calls]:
     """Return a function's program without calls, the values of its inputs and
-    constants, and its results' structure.
+    constants, its results' structure, and its calls, as `flatten` does.
     """
     jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*given)
-    program, constants = flatten(jaxpr)
+    program, constants, calls = flatten(jaxpr)
     values = constants | dict(zip(program.invars, jax.tree.leaves(given), strict=True))
-    return program, values, jax.tree.structure(results)
+    return program, values, jax.tree.structure(results), calls
 
 
 def flatten(
     jaxpr: jex_core.ClosedJaxpr,
-) -> tuple[jex_core.Jaxpr, dict[jex_core.Var, Any]]:
-    """Inline the calls of a program; return it with the arrays that it closes over.
+) -> tuple[jex_core.Jaxpr, dict[jex_core.Var, Any], Calls]:
+    """Inline the calls of a program; return it with the arrays that it closes over, and
+    with the names and operands of the calls, by their first results.
 
     Calls that say where their arrays have to be stay. Custom derivatives are lost with
     their calls.
     """
     equations: list[JaxprEqn] = []
     constants: dict[jex_core.Var, Any] = {}
+    calls: Calls = {}
 
     def enter(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         inside = open_jaxpr(jaxpr)
@@ -246,6 +249,9 @@ def flatten(
             operands = [read(v) for v in eqn.invars]
             if is_call(eqn) and not _is_placed(eqn):
                 results = enter(called_jaxpr(eqn), operands)
+                if results and not is_literal(results[0]):
+                    name = eqn.params.get("name", "")
+                    calls.setdefault(results[0], (name, operands))
             else:
                 # New ones: two calls of one function share a program, and so its
                 # variables.
@@ -256,7 +262,8 @@ def flatten(
 
     program = open_jaxpr(jaxpr)
     outputs = enter(jaxpr, program.invars)
-    return program.replace(constvars=[], outvars=outputs, eqns=equations), constants
+    flat = program.replace(constvars=[], outvars=outputs, eqns=equations)
+    return flat, constants, calls
 
 
 def _is_placed(eqn: JaxprEqn) -> bool:

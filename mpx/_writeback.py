@@ -8,6 +8,8 @@ not such an update: the sum rounds once more than the cast. A difference rounded
 bits misses more often still.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from mpx import formats
+from mpx._finite import select
 from mpx._straight_through import straight_through
 
 # What `check_chain` finds in a traced program is known by a name in it: JAX has no
@@ -23,6 +26,9 @@ from mpx._straight_through import straight_through
 # string. The prefix keeps it apart from names that users give.
 MARK = "mpx:"  # then the name of the transformation that emits a final update
 SENT = "sent"  # after `MARK`: other devices receive the new value itself
+# Names of calls, below: `fused_update` writes `new` where it meets the sum of a
+# parameter and the update that lands on `new`, and what is kept for this case.
+LANDING, WHERE_IT_LANDS = "mpx_landing_update", "mpx_where_it_lands"
 
 
 def round_saturating(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -68,6 +74,13 @@ def landing_update(
         ... ) == 2.0**-10
         True
     """
+    return mpx_landing_update(parameter, new, author, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def mpx_landing_update(
+    parameter: jax.Array, new: jax.Array, author: str, dtype: DTypeLike | None
+) -> jax.Array:
     # Widen the parameter with a plain cast: if the compiler keeps excess precision in
     # it here, it does so in the addition too, and the sum is still `new`.
     wide = parameter.astype(new.dtype)
@@ -86,9 +99,9 @@ def landing_update(
     )
 
 
-def applied_value(parameter: jax.Array, update: jax.Array) -> jax.Array:
-    """Return what `optax.apply_updates` will make of a bfloat16 or float16 parameter,
-    as float32.
+def applied_bits(parameter: jax.Array, update: jax.Array) -> jax.Array:
+    """Return the bits (uint16) that `optax.apply_updates` will make of a bfloat16 or
+    float16 parameter.
 
     The cast of the sum is written as in `optax.apply_updates`, so that both are one
     number of the program. What is stored beside a parameter should follow from this
@@ -96,8 +109,19 @@ def applied_value(parameter: jax.Array, update: jax.Array) -> jax.Array:
     the other, and else computes the whole step twice.
     """
     total = parameter.astype(np.float32) + update
-    if parameter.dtype != jnp.bfloat16:
-        return formats.round_to(total, parameter.dtype)
-    # Widen the integer bits: a compiler may drop a cast to 16 bits and back.
-    bits = total.astype(jnp.bfloat16).view(np.uint16)
-    return straight_through((bits.astype(np.uint32) << 16).view(np.float32), total)
+    return total.astype(parameter.dtype).view(np.uint16)
+
+
+@jax.jit
+def mpx_where_it_lands(
+    parameter: jax.Array,
+    update: jax.Array,
+    new: jax.Array,
+    kept: jax.Array,
+    other: jax.Array,
+) -> jax.Array:
+    """Return `kept` where the addition of an update to a 16-bit parameter reaches
+    `new`, else `other`.
+    """
+    lands = applied_bits(parameter, update) == new.view(np.uint16)
+    return select(lands, kept, other)

@@ -20,7 +20,7 @@ from mpx._dtypes import bytes_of
 from mpx._fused.kernels import in_a_kernel
 from mpx._fused.partition import Leaf, Partition, Var
 from mpx._fused.schedule import run_partition
-from mpx._jaxprs import flatten, is_literal, traced_flat
+from mpx._jaxprs import Calls, flatten, is_literal, traced_flat
 from mpx._shardings import as_in_auto, explicit_sharding, in_auto
 from mpx._tables import Result, Table
 
@@ -59,8 +59,10 @@ def fused_update(
         A function `step(grads, opt_state, params, **extra_args)` that returns the new
         parameters and the new state. Results are bit-identical to the plain step,
         unless XLA rewrites one of the two programs: for example, `(m / a) / b` as `m /
-        (a * b)`, or the order in which a norm is added up. Call it inside `jax.jit`. It
-        is not differentiable.
+        (a * b)`, or the order in which a norm is added up. A 16-bit parameter is
+        written as its master says, also where no addition would reach that: infinite
+        parameters, and those that were far from their masters. Call it inside
+        `jax.jit`. It is not differentiable.
 
     Raises:
         TypeError: if the step is differentiated.
@@ -161,8 +163,9 @@ class FusedUpdate:
         grads = params if grads is None else _trees.shapes_of(grads)
         with context:
             opt_state = jax.eval_shape(self.tx.init, params)
-            program, _, _ = _traced(self.tx, (grads, opt_state, params), extra_args)
-        partition = Partition(program)
+            given = grads, opt_state, params
+            program, _, _, calls = _traced(self.tx, given, extra_args)
+        partition = Partition(program, calls)
         of_output = {v: leaf for leaf in partition.leaves for v in leaf.outputs}
         names = _trees.path_names(params)
         rows = []
@@ -246,8 +249,8 @@ def _as_it_stands(
 def _by_kernels(
     tx: Any, given: _Given, extra_args: dict[str, Any], interpret: bool
 ) -> tuple[Any, Any]:
-    program, values, tree = _traced(tx, given, extra_args)
-    partition = Partition(program)
+    program, values, tree, calls = _traced(tx, given, extra_args)
+    partition = Partition(program, calls)
     _, opt_state, params = given
     in_place = _in_place(
         program,
@@ -260,9 +263,11 @@ def _by_kernels(
     )
 
 
-def _traced(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the step without calls, the values of its inputs and constants, and the
-    structure of its results.
+def _traced(
+    tx: Any, given: _Given, extra_args: dict[str, Any]
+) -> tuple[Any, Any, Any, Calls]:
+    """Return the step without calls, the values of its inputs and constants, the
+    structure of its results, and its calls.
     """
     return traced_flat(lambda *given: _as_it_stands(tx, given, extra_args), given)
 
@@ -340,7 +345,8 @@ def _try_kernel() -> None:
         return (blocks / jnp.max(blocks, axis=1, keepdims=True)).reshape(x.shape)
 
     x = np.arange(1, 16 * 256 + 1, dtype=np.float32).reshape(16, 256)
-    part = Partition(flatten(jax.make_jaxpr(scaled)(x))[0]).leaves[0].part
+    program, _, calls = flatten(jax.make_jaxpr(scaled)(x))
+    part = Partition(program, calls).leaves[0].part
     assert part is not None
     (result,) = jax.jit(lambda x: in_a_kernel(part, {}, False, [x], []))(
         jax.device_put(x)

@@ -1,7 +1,9 @@
 """Run a part of a step as a kernel of Pallas.
 
 Triton compiles them. Its division and square root of float32 are the approximate ones
-(`div.full`, `sqrt.approx`) that XLA takes too, as the programs for an H200 show.
+(`div.full`, `sqrt.approx`) that XLA takes too, as the programs for an H200 show. Both
+are an instruction and others for rare operands, which are left out where none occurs:
+a kernel takes as long as its instructions do.
 
 Pallas' Triton compiler is deprecated since jax 0.11, and works in 0.12. Only this file
 knows of it: `run_part` is the body, for any compiler. Two others were tried with jax
@@ -13,6 +15,7 @@ a compiler `fused_update` is the plain step.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,9 +81,8 @@ def in_a_kernel(
             )
 
         tiles = list(map(apart, read, part.arrays))
-        for ref, x, v in zip(
-            written, run_part(part, tiles, numbers), part.outputs, strict=True
-        ):
+        results = run_part(part, tiles, numbers, {} if interpret else _CHEAPER)
+        for ref, x, v in zip(written, results, part.outputs, strict=True):
             ref[...] = packed(x.astype(np.int32), 8, np.uint16) if in_pairs(v) else x
 
     def block(v):
@@ -116,6 +118,45 @@ def in_a_kernel(
         _viewed(x, v.aval.dtype)
         for x, v in zip(call(*views, *vectors), part.outputs, strict=True)
     ]
+
+
+# Fewer instructions than Triton has for a primitive, for one that is ordinary (see
+# `Known`) or not; None where there are no fewer.
+
+
+def _sum(is_ordinary: bool, x: Any, y: Any) -> Any:
+    # XLA adds no zero, either.
+    return x if isinstance(y, np.ndarray) and not y.ndim and y == 0 else None
+
+
+def _quotient(is_ordinary: bool, x: Any, y: Any) -> Any:
+    # `div.full` multiplies by this inverse, after it has scaled divisors that are below
+    # 2**-126 or beyond 2**126.
+    if isinstance(y, jax.Array) and y.dtype == np.float32 and not y.ndim:
+        return x * _instruction("rcp.approx.f32", jnp.full((1, 1), y))
+    if is_ordinary and np.shape(x) == np.shape(y):
+        return x * _instruction("rcp.approx.ftz.f32", y)
+    return None
+
+
+def _root(is_ordinary: bool, x: Any) -> Any:
+    return _instruction("sqrt.approx.ftz.f32", x) if is_ordinary else None
+
+
+def _instruction(name: str, x: jax.Array) -> jax.Array:
+    from jax.experimental.pallas import triton
+
+    (result,) = triton.elementwise_inline_asm(
+        f"{name} $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
+_CHEAPER = {"add": _sum, "div": _quotient, "sqrt": _root}
 
 
 def _viewed(x: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
-from mpx._jaxprs import Graph, dtype_of, is_literal
+from mpx._fused.known import Known
+from mpx._jaxprs import Calls, Graph, dtype_of, is_literal
 from mpx._loss_scale import is_power_of_two
 from mpx._primitives import facts_of
 
@@ -62,6 +63,7 @@ class Part(NamedTuple):
     width: int
     # elements of the largest block; 1 if nothing is kept or found out by block
     block: int
+    ordinary: frozenset[Var]  # results of roots and quotients: see `Known`
 
 
 class Leaf(NamedTuple):
@@ -86,9 +88,11 @@ def size_of(v: Any) -> int:
 class Partition:
     """The leaves of a program without calls."""
 
-    def __init__(self, program: jex_core.Jaxpr):
+    def __init__(self, program: jex_core.Jaxpr, calls: Calls):
         self._graph = Graph(program)
-        self._same: dict[Var, Any] = {}  # what a barrier returns, and what it was given
+        self._known = Known(program, self._graph, calls)
+        # What a barrier returns, and what it was given; what a final update lands on.
+        self._same = self._known.landed()
         # what was placed on devices, and what it was before
         self._placed: dict[Var, Any] = {}
         # Arrays of no leaf: their elements are equal, or places in short rows.
@@ -149,6 +153,12 @@ class Partition:
         devices.
         """
         name, results = eqn.primitive.name, [v for v in eqn.outvars if size_of(v) > 1]
+        if name == "convert_element_type":
+            # Widened and narrowed again.
+            before = self._known.narrow(self.resolved(eqn.invars[0]))
+            if dtype_of(before) == dtype_of(eqn.outvars[0]):
+                self._same[eqn.outvars[0]] = before
+                return []
         if name == "optimization_barrier":
             # A barrier may take and return arrays of several leaves. To look through it
             # keeps these leaves apart.
@@ -244,6 +254,7 @@ class Partition:
             size,
             width,
             block,
+            frozenset(x.outvars[0] for x in equations if self._known.is_ordinary(x)),
         )
 
     def _why_not(self, part: Part, mixed: Iterable[str]) -> str:
@@ -422,6 +433,7 @@ def signature(part: Part) -> Hashable:
             eqn.primitive.name,
             *map(name, eqn.invars),
             type_of(eqn.outvars[0]),
+            eqn.outvars[0] in part.ordinary,
             _settings(eqn),
         )
         for eqn in part.equations

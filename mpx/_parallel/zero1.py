@@ -24,7 +24,7 @@ from mpx._policy import policy_of, with_policy
 from mpx._shardings import as_in_auto, in_auto, names_at, part_sharding
 from mpx._stored.leaves import is_state
 from mpx._stored.state_format import StoredLeaf, is_stored
-from mpx._writeback import MARK, SENT, applied_value, landing_update
+from mpx._writeback import MARK, SENT, applied_bits, landing_update
 
 T = TypeVar("T")
 
@@ -290,7 +290,7 @@ def _to_send(p: jax.Array, update: jax.Array) -> jax.Array:
     update = checkpoint_name(
         _errors.not_differentiable(update, _NO_DERIVATIVE), MARK + SENT
     )
-    return applied_value(p, update.astype(np.float32)).astype(p.dtype).view(np.uint16)
+    return applied_bits(p, update.astype(np.float32))
 
 
 def _from_sent(p: jax.Array, sent: jax.Array) -> jax.Array:

@@ -20,11 +20,15 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mpx import _errors, _trees, formats
-from mpx._finite import select
 from mpx._noise import noise_for
 from mpx._stored.roles import Role
 from mpx._straight_through import straight_through
-from mpx._writeback import applied_value, landing_update, round_saturating
+from mpx._writeback import (
+    applied_bits,
+    landing_update,
+    mpx_where_it_lands,
+    round_saturating,
+)
 
 # A parameter or its update, and what is kept of the weight.
 Pair = tuple[jax.Array, jax.Array]
@@ -89,12 +93,10 @@ class KeptWeight(abc.ABC):
         `author` is the transformation that asks.
         """
         new, kept = self.store(_restore(self, p, kept) + update, p.dtype, key)
-        new = new.astype(np.float32)
-        update = landing_update(p, new, author)
+        update = landing_update(p, new.astype(np.float32), author)
         # Where the addition cannot reach `new`, what is kept would belong to another
         # weight.
-        landed = applied_value(p, update).view(np.uint32) == new.view(np.uint32)
-        return update, select(landed, kept, self.fresh(p))
+        return update, mpx_where_it_lands(p, update, new, kept, self.fresh(p))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +184,11 @@ class Compensation(KeptWeight):
         new = round_saturating(wide + y, p.dtype)
         update = landing_update(p, new, author)
         # The same number as `new`; the compensation of bfloat16 must follow from the
-        # stored parameter, see `applied_value`.
-        landed = applied_value(p, update) if p.dtype == jnp.bfloat16 else new
+        # stored parameter, see `applied_bits`. A compiler may drop a cast to 16 bits
+        # and back, but not integers.
+        landed = new
+        if p.dtype == jnp.bfloat16:
+            landed = (applied_bits(p, update).astype(np.uint32) << 16).view(np.float32)
         # An infinite parameter stays: inf - inf is NaN.
         moved = jnp.where(landed == wide, np.float32(0), landed - wide)
         # The update carries the whole derivative: with that of the rest the sum of both

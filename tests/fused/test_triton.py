@@ -79,7 +79,8 @@ def part_of(name, dtype):
         result = operation(*xs)
         return result.astype(np.float32) if result.dtype == bool else result
 
-    (leaf,) = Partition(flatten(jax.make_jaxpr(run)(*shapes))[0]).leaves
+    program, _, calls = flatten(jax.make_jaxpr(run)(*shapes))
+    (leaf,) = Partition(program, calls).leaves
     return leaf
 
 

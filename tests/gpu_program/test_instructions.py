@@ -26,13 +26,13 @@ def test_a_kernel_takes_as_long_as_its_slowest_pipe():
     assert roots == pytest.approx(4 * narrow)
 
 
-# As counted with ptxas 12.9, and room for two.
+# 104.6, 117.0 and 118.4 were counted with ptxas 12.9.
 @pytest.mark.parametrize(
     ("recipe", "budget"),
     [
-        ("bf16-split-8bit", 174),
-        ("bf16-split24-8bit", 184),
-        ("bf16-split24-4bit", 184),
+        ("bf16-split-8bit", 105),
+        ("bf16-split24-8bit", 120),
+        ("bf16-split24-4bit", 135),
     ],
 )
 def test_the_fused_step_has_no_more_instructions_than_it_had(h200, recipe, budget):
