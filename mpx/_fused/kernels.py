@@ -143,6 +143,14 @@ def _root(is_ordinary: bool, x: Any) -> Any:
     return _instruction("sqrt.approx.ftz.f32", x) if is_ordinary else None
 
 
+def _integer(is_ordinary: bool, x: Any) -> Any:
+    if not is_ordinary:
+        return None
+    # The last bits of a sum that is an integer.
+    where = np.float32(1.5 * 2**23)
+    return (x + where).view(np.int32) - where.view(np.int32)
+
+
 def _instruction(name: str, x: jax.Array) -> jax.Array:
     from jax.experimental.pallas import triton
 
@@ -156,7 +164,12 @@ def _instruction(name: str, x: jax.Array) -> jax.Array:
     return result
 
 
-_CHEAPER = {"add": _sum, "div": _quotient, "sqrt": _root}
+_CHEAPER = {
+    "add": _sum,
+    "convert_element_type": _integer,
+    "div": _quotient,
+    "sqrt": _root,
+}
 
 
 def _viewed(x: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -9,7 +9,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._jaxprs import Calls, Graph, dtype_of, is_f32, is_half, is_literal
-from mpx._stored.blocks import ROOT
+from mpx._stored.blocks import ORDINARY
 from mpx._writeback import LANDING, WHERE_IT_LANDS
 
 
@@ -57,17 +57,19 @@ class Known:
 
     def is_ordinary(self, eqn: JaxprEqn) -> bool:
         """Return whether a root or quotient of float32 numbers has the same bits if
-        subnormal operands of the root, or divisors beyond 2**64, count as zero.
+        subnormal operands of the root, or divisors beyond 2**64, count as zero; or
+        whether a call says that operands are ordinary.
 
         So it is with what a rule like Adam divides by, `sqrt(x) + eps`: roots of
         subnormal numbers are below 2**-63, too small to change `eps`.
         """
-        name, (v,) = eqn.primitive.name, eqn.outvars
+        name, v = eqn.primitive.name, eqn.outvars[0]
+        if self._calls.get(v, ("",))[0] in ORDINARY:
+            return True
         if not is_f32(v):
             return False
         if name == "sqrt":
-            is_told = self._calls.get(v, ("",))[0] == ROOT
-            return is_told or all(map(_adds_a_little, self._readers[v]))
+            return all(map(_adds_a_little, self._readers[v]))
         divisor = self._graph.maker(eqn.invars[1]) if name == "div" else None
         makers = map(self._graph.maker, divisor.invars) if divisor else ()
         return _adds_a_little(divisor) and any(

@@ -21,7 +21,8 @@ SMALLEST = 16  # numbers in a block, each with a quarter of a byte of the scale
 # of a block that reaches over devices: of smaller ones too much would be sent
 _SMALLEST_UNIT = 8
 _SUBLANES, _LANES = 8, 128  # of a tile in a TPU's memory
-ROOT = "mpx_root"  # the name of a call, below
+# Names of calls, below: `fused_update` takes one instruction for several.
+ORDINARY = ("mpx_root", "mpx_integer")
 
 
 class BlockFormat(StateFormat):
@@ -60,11 +61,14 @@ class BlockFormat(StateFormat):
 
 @jax.jit
 def mpx_root(x: jax.Array) -> jax.Array:
-    """Return square roots; those of subnormal numbers may be zero.
-
-    It is a call with a name, by which `fused_update` takes one instruction for four.
-    """
+    """Return square roots; those of subnormal numbers may be zero."""
     return lax.sqrt(x)
+
+
+@jax.jit
+def mpx_integer(x: jax.Array) -> jax.Array:
+    """Return as int32 what is an integer below 2**22."""
+    return lax.convert_element_type(x, np.int32)
 
 
 def packed(codes: jax.Array, bits: int = 4, dtype: type = np.uint8) -> jax.Array:

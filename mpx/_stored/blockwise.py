@@ -28,6 +28,7 @@ from mpx._noise import uniform_for
 from mpx._stored.blocks import (
     BlockFormat,
     largest_of_blocks,
+    mpx_integer,
     mpx_root,
     packed,
     spread,
@@ -43,7 +44,6 @@ _SIGN, _INFINITY_BITS, _SMALLEST_NORMAL_BITS = (
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _LARGE = np.float32(2.0**64)
 _TOP_OF_4_BITS = np.float32(7)
-_INTEGERS = np.float32(1.5 * 2**23)  # where float32 numbers are integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +212,7 @@ class Blockwise4bit(BlockFormat):
 def _encoded(
     x: jax.Array, block_size: int, signed: bool, top: np.float32, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return numbers (int32) in the shape of an array, whose low bits are codes, and a
-    scale for each block.
-    """
+    """Return codes (int32) in the shape of an array, and a scale for each block."""
     scales = _scales(x, block_size, signed)
     place = mpx_root(jnp.abs(x)) * spread(
         _inverse_roots(scales, top), x.shape, block_size
@@ -225,8 +223,7 @@ def _encoded(
         code = (code.view(np.uint32) | sign).view(np.float32)
     else:  # a positive number never becomes zero
         code = jnp.maximum(code, (place > 0).astype(np.float32))
-    # A sum that is an integer: its last bits are the code, with its sign.
-    return (code + _INTEGERS).view(np.int32), scales
+    return mpx_integer(code if key is not None else jnp.round(code)), scales
 
 
 def _decoded(

@@ -96,5 +96,5 @@ def test_a_step_with_8_bit_moments_keeps_no_moment_in_float32(h200):
     params, report = report_of(jnp.bfloat16, tx)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert report.moved_bytes / count == pytest.approx(18.4, abs=0.1)
-    assert report.temporary_bytes < 0.1 * count
+    assert report.temporary_bytes < 0.11 * count
     assert report.kernel_count <= 4 * len(jax.tree.leaves(params))
