@@ -63,6 +63,7 @@ _ALGORITHMS = {
 class Kernel:
     """One kernel of a program, or one operation on a CPU."""
 
+    name: str  # of its instruction, which profiles call `hlo_op`
     operation: str  # `fusion`, another operation of XLA, or the name of a library call
     kind: Kind  # what it does most
     # that it reads and writes each time: operands and results, or the parts of them
@@ -120,6 +121,7 @@ def kernels(
         moved = _moved(x, program)
         operation, sent = _sent(x) if kind == "collectives" else (x.operation, 0)
         return Kernel(
+            name=x.hlo_name,
             operation=operation,
             kind="products" if products else kind,
             bytes=moved,

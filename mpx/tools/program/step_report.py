@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from mpx.tools.program.kernels import (
     moved_by,
     totals,
 )
+from mpx.tools.program.measured import MeasuredStep, measured_step
 from mpx.tools.program.targets import Target, get_target, target_devices, target_here
 from mpx.tools.program.text import parse
 
@@ -59,6 +61,8 @@ class StepReport(_tables.Result):
     # whether a loop of unknown length is counted as if it ran once
     has_unknown_loop: bool
     compile_seconds: float  # the time that XLA took here
+    module: str  # the program's name
+    callers: tuple[str, ...]  # instructions that only run others: loops, calls
     # what the program does that its author would not want
     findings: tuple[Finding, ...] = ()
 
@@ -120,6 +124,47 @@ class StepReport(_tables.Result):
         """
         seconds = [kernel.seconds or 0 for kernel in self.kernels]
         return None if self.target is None else sum(seconds)
+
+    def measured(self, folder: str | pathlib.Path) -> MeasuredStep:
+        """Return what each kernel took in a profile, beside its bound.
+
+        Run the step that was reported, wait for its result, and then trace a few runs
+        and wait for theirs. Of the newest trace below the folder one device is read, a
+        GPU or a CPU, and its step of median length. Events of the program that belong
+        to no kernel are listed.
+
+        Kernels are found by the names of their instructions, which another program has
+        too. Report the function of `jax.jit` that runs, for the same arguments, and on
+        the GPU itself without `target`, for which XLA gets other options. The result
+        says where most of the time belongs to no kernel.
+
+        Command buffers (CUDA graphs) may hide the names. To see them, set
+        `XLA_FLAGS=--xla_gpu_enable_command_buffer=` before JAX starts. A GPU's trace
+        does not tell one step from the next: of the kernels that have the fewest
+        events, the first starts a step.
+
+        Args:
+            folder: what `jax.profiler.trace` wrote to.
+
+        Raises:
+            ValueError: if the newest trace has no event of the program, or there is
+                none.
+
+        Example:
+            >>> import tempfile
+            >>> step = jax.jit(lambda w, x: w - 0.1 * jnp.tanh(x @ w))
+            >>> w = x = jnp.ones((256, 256))
+            >>> report = step_report(step, w, x)
+            >>> w = jax.block_until_ready(step(w, x))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     with jax.profiler.trace(folder):
+            ...         for _ in range(3):
+            ...             w = jax.block_until_ready(step(w, x))
+            ...     found = report.measured(folder)
+            >>> found.step_count, len(found.kernels) == len(report.kernels)
+            (3, True)
+        """
+        return measured_step(folder, self.module, self.kernels, self.callers)
 
     def _parts(self) -> Iterator[_tables.Table | str]:
         if self.findings:
@@ -358,7 +403,8 @@ def report_of(
     Its findings need the program as it was lowered and traced too.
     """
     memory = compiled.memory_analysis()
-    program = Program(parse(compiled.as_text()))
+    text = compiled.as_text()
+    program = Program(parse(text))
     is_cpu = target is None and jax.default_backend() == "cpu"
     float32 = target.float32 if target else "f32" if is_cpu else "tf32"
     runs = kernels(program, target, float32)
@@ -372,6 +418,12 @@ def report_of(
         kernels=tuple(kernel for _, kernel in runs),
         has_unknown_loop=any(x.trips is None for x in program.nodes),
         compile_seconds=compile_seconds,
+        module=text.split()[1].rstrip(","),
+        callers=tuple(
+            x.hlo_name
+            for x in program.nodes
+            if x.op in ("while", "call", "conditional")
+        ),
     )
     if lowered is None:
         return report

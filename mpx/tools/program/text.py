@@ -70,6 +70,7 @@ class Instruction:
     """One operation of a program: a kernel, or a part of one."""
 
     op: str
+    hlo_name: str  # its own, in the program
     shapes: tuple[Shape, ...]  # of its results
     operands: tuple["Instruction", ...]  # one that stands twice stands twice
     # The computations that it runs; of a loop the body.
@@ -158,6 +159,7 @@ def parse(text: str) -> tuple[Instruction, ...]:
             number = line["operands"] if line["op"] == "parameter" else ""
             body[line["name"]] = Instruction(
                 op=line["op"],
+                hlo_name=line["name"],
                 shapes=_shapes(line["shapes"]),
                 operands=tuple(
                     body[name] for name in _names(line["operands"]) if name in body
