@@ -79,9 +79,9 @@ class MeasuredStep(_tables.Result):
             "Kernels that lose most: us and bound of a run, lost in all runs of a step"
         )
         yield _tables.Table(title, [head, *rows], right=range(4))
-        rows = [(f"{1e6 * x:,.1f}", name) for name, x in self.others.items()]
+        rows = [(name, f"{1e6 * x:,.1f}") for name, x in self.others.items()]
         if rows:
-            yield _tables.Table("Events that no kernel has", [("us", "name"), *rows])
+            yield _tables.Table("Events that no kernel has", [("name", "us"), *rows])
 
 
 class _Event(NamedTuple):
