@@ -72,6 +72,7 @@ def test_each_kernel_of_a_step_has_its_time_in_the_trace(tmp_path, fun, args):
     for kernel in found.kernels:
         assert kernel.measured_seconds == pytest.approx(of_trace[kernel.name])
         assert kernel.measured_seconds > 0
+        assert kernel.lost_seconds == kernel.measured_seconds  # without a bound
     assert found.others == {}
     # Where kernels run at the same time, their sum is more than the time they take.
     assert found.step_seconds <= found.kernel_seconds + found.idle_seconds + 1e-9
@@ -252,6 +253,20 @@ def test_a_gpu_has_the_times_of_its_step_of_median_length(tmp_path):
     assert round(1e9 * found.idle_seconds) == len(STEP) - 1
 
 
+def test_a_kernel_without_an_event_takes_no_time_and_starts_no_step(tmp_path):
+    events, start = [], 0
+    for _ in range(3):
+        of_step, start = one_step(start + 1000)
+        events += of_step[1:]
+    written(tmp_path, events)
+    found = gpu_report().measured(tmp_path)
+    assert found.step_count == 3
+    (unseen,) = [x.name for x in found.kernels if not x.measured_seconds]
+    assert unseen == "copy.13"
+    total = sum(duration for _, duration in STEP[1:])
+    assert round(1e9 * found.kernel_seconds) == total
+
+
 def test_the_largest_loss_above_the_bound_stands_first(tmp_path):
     report = gpu_report()
     bounds = {x.name: (x.seconds or 0) / x.times for x in report.kernels}
@@ -282,7 +297,7 @@ def test_launches_other_streams_and_other_devices_count_as_what_they_are(tmp_pat
     beside = {"hlo_module": MODULE, "program_id": 5}
     split = beside | {"hlo_op": "loop_reduce_fusion"}
     others = [
-        *one_step(0, 50, HOST, "python")[0],
+        *one_step(0, 50, HOST, "python")[0] * 2,
         *one_step(7, 1, "/device:GPU:1")[0][:-1],
         (GPU, "Stream #14(MemcpyD2D)", "MemcpyD2D", 5, 300, beside),
         (GPU, "Stream #7(Kernel)", "second half", end, 11, split),
@@ -347,6 +362,7 @@ def test_kernels_that_a_command_buffer_hides_are_told_with_the_remedy(tmp_path):
     }
     unseen = [x.name for x in found.kernels if not x.measured_seconds]
     assert len(unseen) == len(found.kernels) - 1
+    assert "7 of 8 kernels have no event." in str(found)
     assert "Most of the trace is not in the report" in str(found)
     assert "XLA_FLAGS=--xla_gpu_enable_command_buffer=" in str(found)
 
@@ -371,9 +387,10 @@ def test_what_was_measured_is_printed_and_goes_into_json(tmp_path):
     assert "Most of the trace" not in text
     for line in (
         "A step takes 4.6 us from its first event to its last, the median of 1: kernels"
-        " 4.6 us, other events 0.0 us, idle 0.0 us.",
+        " 4.6 us, other events 0.0 us, idle 0.0 us. 0 of 8 kernels have no event.",
         "Kernels that lose most",
-        "gemm_fusion_dot",
+        "\ntimes   us    bound       lost  name ",
+        "\n    3  0.4  9,388.6  -28,164.6  gemm_fusion_dot  ",
         "Events that no kernel has\nname        us\nfusion.99  0.0",
     ):
         assert line in text, text

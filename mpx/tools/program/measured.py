@@ -43,7 +43,9 @@ class MeasuredStep(_tables.Result):
 
     @property
     def kernel_seconds(self) -> float:
-        """The sum over kernels, though some may run at the same time."""
+        """The sum over kernels, which is more than their time where some run at the
+        same time.
+        """
         return sum(kernel.measured_seconds for kernel in self.kernels)
 
     def _parts(self) -> Iterator[_tables.Table | str]:
@@ -53,6 +55,8 @@ class MeasuredStep(_tables.Result):
             f" its last, the median of {self.step_count}: kernels"
             f" {1e6 * self.kernel_seconds:,.1f} us, other events"
             f" {1e6 * other_seconds:,.1f} us, idle {1e6 * self.idle_seconds:,.1f} us."
+            f" {sum(not x.measured_seconds for x in self.kernels)} of"
+            f" {len(self.kernels)} kernels have no event."
         )
         if other_seconds > self.kernel_seconds:
             yield (
