@@ -56,7 +56,7 @@ def measure_steps(form: str, size: str, params: str, starts: int, turns: int) ->
 
     try:
         steps = compile_steps(
-            [step_of(name) for name in (beside, form)], (state, state), tokens
+            [step_of(name) for name in (beside, form)], (state, state), (tokens, tokens)
         )
         make_states = lambda: (own(state), own(state))
         options = {
@@ -65,7 +65,7 @@ def measure_steps(form: str, size: str, params: str, starts: int, turns: int) ->
             "gpu_calls": GPU_CALLS,
             "judge": form in STEP_TARGETS,
         }
-        return row | compare(steps, make_states, tokens, **options)
+        return row | compare(steps, make_states, (tokens, tokens), **options)
     except jax.errors.JaxRuntimeError as error:
         # What a backend cannot do is a result too.
         return row | {"left out": str(error).splitlines()[0]}

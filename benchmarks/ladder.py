@@ -131,15 +131,15 @@ def gain(row: Row, before: Row) -> Row:
     return {"gain": f"{times:.2f}"} | pays
 
 
-def sheets(rows: list[Row], rate: float) -> list[Sheet]:
-    """Return the table of what was measured of GPT-2; `rate` is the measured rate of
+def measured_sheet(rows: list[Row], preset: str, rate: float) -> Sheet:
+    """Return the table of what was measured of a model; `rate` is the measured rate of
     bfloat16 products.
     """
     title = (
-        f"GPT-2; MFU of {rate / 1e12:.4g} TFLOP/s, the measured rate of bfloat16"
+        f"{preset}; MFU of {rate / 1e12:.4g} TFLOP/s, the measured rate of bfloat16"
         " products"
     )
-    return [Sheet(title, derived(rows, rate), COLUMNS)] if rows else []
+    return Sheet(title, derived(rows, rate), COLUMNS)
 
 
 def programs_sheet(rows: list[Row], setting: Setting) -> Sheet:
@@ -213,10 +213,12 @@ def main(
         )
     setting = dataclasses.replace(setting, preset=preset or setting.preset)
     rows = run_rungs(steps, setting, target)
-    for sheet in (
-        [programs_sheet(rows, setting)] if rate is None else sheets(rows, rate)
-    ):
-        print(sheet.markdown())
+    sheet = (
+        programs_sheet(rows, setting)
+        if rate is None
+        else measured_sheet(rows, setting.preset, rate)
+    )
+    print(sheet.markdown())
 
 
 app = typer.Typer(

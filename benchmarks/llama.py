@@ -6,8 +6,8 @@ fits, and what devices send.
     PYTHONPATH=. python -m benchmarks.llama --largest
     PYTHONPATH=. python -m benchmarks.llama --rules
 
-Nothing runs: each figure is of a program that XLA makes (15 to 60 seconds on two
-cores). A step is loss, gradient, clipping by the global norm and fused AdamW of
+Nothing runs but in `measure`, for `benchmarks.on_gpu`: each figure is of a program that
+XLA makes (15 to 60 seconds on two cores). A step is loss, gradient, clipping by the global norm and fused AdamW of
 sequences of 4,096 tokens; weights, gradients and state are divided among all GPUs. A
 program fits if its peak takes at most `USABLE` of the memory: CUDA and NCCL need the
 rest.
@@ -21,6 +21,7 @@ rest.
   (`mpx.each_matrix`).
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -28,7 +29,8 @@ import jax
 import typer
 
 import mpx
-from benchmarks.reading import flash_attention
+from benchmarks.gpt2_in_jax import peak_bytes, time_rounds
+from benchmarks.reading import compiled_figures, flash_attention
 from benchmarks.report import Row, Sheet
 from examples import llama
 from mpx.tools.program import StepReport, target_devices
@@ -105,6 +107,46 @@ def read(
         flush=True,
     )
     return report, sum(leaf.size for leaf in jax.tree.leaves(arguments[0]))
+
+
+def measure(size: str, kept: bool, length: int) -> Row:
+    """Return what a step takes on this device: its time and its peak of memory beside
+    those of its program.
+
+    One sequence of `length` tokens. With `kept` layers keep their inputs in 8 bits.
+    """
+    is_gpu = jax.default_backend() == "gpu"
+    config = dataclasses.replace(
+        llama.CONFIGS[size],
+        attention="cudnn" if is_gpu else "xla",
+        kept=mpx.Blockwise8bit() if kept else None,
+    )
+    recipe = "bf16-split24-8bit"
+    start, step = llama.make_step(config, recipe, grad_dtype=SMALL["grad_dtype"])
+    state: Any = jax.jit(start)(jax.random.key(0))
+    tokens = jax.random.randint(
+        jax.random.key(1), (1, length + 1), 0, config.vocabulary
+    )
+    compiled = step.lower(*state, tokens).compile()
+    before = peak_bytes()
+
+    def run(steps: int) -> None:
+        nonlocal state
+        for _ in range(steps):
+            *state, _ = compiled(*state, tokens)
+        jax.block_until_ready(state)
+
+    row: Row = {"size": size, "recipe": recipe, "inputs in 8 bits": kept}
+    row |= time_rounds(run, steps=2, rounds=3)
+    program = compiled_figures(compiled)
+    if bound := program.get("bound ms"):
+        row["bound, ms"] = bound
+    peaks = {
+        "program, GiB": 1e9 * program["peak GB"],
+        "peak, GiB": peak_bytes(),
+        "peak before, GiB": before,
+    }
+    return row | {name: x / 2**30 for name, x in peaks.items() if x is not None}
 
 
 def most(budget: float, points: list[tuple[int, int]]) -> int:

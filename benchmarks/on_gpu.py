@@ -1,31 +1,30 @@
 """Measure all that has not been measured on a GPU, in the order of what matters most,
 and stop in time.
 
-    PYTHONPATH=. python -m benchmarks.on_gpu --minutes 9 --out found
+    PYTHONPATH=. python -m benchmarks.on_gpu --minutes 25 --out found
     PYTHONPATH=. python -m benchmarks.on_gpu --out found --report
 
 One optimizer step of one recipe, or one rung of GPT-2, is a unit: it runs in a process
 of its own, has a budget of seconds, and begins only if half of it is left. One that
 outlasts it is stopped, marked so, and measured again when the command is repeated; if
 its budget was whole, with twice as much. One that fails, or that lacks a package, says
-why and stops none of the others. The command repeats nothing that is done, and goes on
-with a copy of the folder too.
+why and stops none of the others. In the end the command names what it left out.
+Repeated, it goes on there, with a copy of the folder too.
 
 The folder has one JSON file, written after each unit, with the device and its driver,
-versions and date. Folders of different devices or versions are not mixed. `--report`
-prints the tables of `benchmarks/RESULTS.md` as Markdown, each time beside the bound of
-the program that ran.
+versions and date, and the programs and kernels that XLA compiled and tried, so that a
+unit that was stopped compiles faster the next time: the seconds of compiling are then
+too few. Folders of different devices or versions are not mixed. `--report` prints the
+tables of `benchmarks/RESULTS.md` as Markdown, each time beside the bound of the program
+that ran.
 
 Times are medians of several rounds after a warm-up; two programs that are compared run
-in turn, A B B A. Compiled programs are kept in a folder for temporary files, so that a
-unit that was stopped compiles faster the next time: the seconds of compiling are then
-too few. Without a GPU sizes are the smallest, so that the command can be tried; `--size
-cpu` measures what means something on a CPU.
+in turn, A B B A. Without a GPU sizes are the smallest, so that the command can be
+tried; `--size cpu` measures what means something on a CPU.
 """
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -168,9 +167,8 @@ def main(
     end = time.monotonic() + 60 * minutes
     # Kernels that XLA has tried, and programs of units that were stopped, need not be
     # made again.
-    os.environ.setdefault(
-        "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "mpx-compiled")
-    )
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(out.absolute() / "compiled"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     (device,) = run_worker("benchmarks.gpt2_in_jax:device", {}, timeout=60 * minutes)
     if "failed" in device:
         raise typer.BadParameter(f"the device cannot be used: {device['failed']}")
@@ -187,7 +185,8 @@ def main(
     waiting = measure_units(units, book, lambda: end - time.monotonic(), run_worker)
     print(f"{len(units) - len(waiting)} of {len(units)} units are through.")
     if waiting:
-        print(f"Repeat the command to go on; next: {waiting[0].name}.")
+        print(f"Left out: {'; '.join(unit.name for unit in waiting)}.")
+        print("Repeat the command to go on.")
 
 
 app = typer.Typer(

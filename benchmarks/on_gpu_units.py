@@ -1,15 +1,24 @@
 """List what is to be measured on a GPU, in the order of what matters most, in units of
 a minute or two.
+
+To add one, yield a `Unit` from a function in `all_units`. Its rows make a table of all
+their keys, unless `TABLES` has a table for them.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from benchmarks import autocast, autocast_forms, ladder, optimizer_step, overhead
 from benchmarks.report import Row, Sheet
-from benchmarks.rungs import EXTRAS, LADDER, ON_CPU, ON_GPU, Rung, Setting
+from benchmarks.rungs import EXTRAS, ON_CPU, ON_GPU, RUNGS, Rung, Setting
+
+# What trains fastest, what it stands beside, and what pays with time for memory.
+RUNG_ORDER = (
+    *("8bit", "stacked", "accumulate", "flash", "bf16", "padded", "split"),
+    *("f32", "tf32", "chunked", "dots", "thin"),
+)
 
 
 class Unit(NamedTuple):
@@ -34,9 +43,12 @@ class Size:
     """How much is measured."""
 
     setting: Setting  # of GPT-2
+    larger: tuple[str, ...] = ()  # models for FP8, beside that of `setting`
+    llama: tuple[str, int] = ("tiny", 64)  # its name, and the tokens of a sequence
+    one_value: tuple[str, ...] = ("64x1",)  # widths and layers
     scale: int = 1  # what the sizes of the optimizer's tensors are divided by
-    starts: int = 8  # fresh states of what is timed
-    turns: int = 6  # timed turns from each
+    starts: int = 4  # fresh states of what is timed
+    turns: int = 4  # timed turns from each
     autocast: str = (
         "gpt2"  # the name of the size of the model in `benchmarks.autocast_forms`
     )
@@ -44,58 +56,106 @@ class Size:
         None  # the size of the model there; None leaves it to the backend
     )
 
+    @property
+    def times(self) -> Row:
+        """Return how often two steps are timed."""
+        return {"starts": self.starts, "turns": self.turns}
+
 
 SIZES = {
-    "gpu": Size(ON_GPU),
+    "gpu": Size(
+        ON_GPU,
+        larger=("gpt2-350m", "gpt2-1.5b"),
+        llama=("8B", 4096),
+        one_value=("2048x16", "512x8"),
+    ),
     "cpu": Size(ON_CPU, scale=64, autocast="tiny"),
     "smallest": Size(
-        dataclasses.replace(ON_CPU, steps=1, rounds=1), 512, 1, 1, "tiny", (64, 1, 8)
+        dataclasses.replace(ON_CPU, steps=1, rounds=1),
+        scale=512,
+        starts=1,
+        turns=1,
+        autocast="tiny",
+        overhead=(64, 1, 8),
     ),
 }
 
 
 def all_units(size: Size) -> list[Unit]:
     """Return all units."""
-    later = (rung_unit(rung, size) for rung in EXTRAS)
-    return list(
-        itertools.chain(
-            optimizers(size), gpt2(size), autocasts(size), overheads(size), later
+    fused, by_hand = optimizer_step.FUSED, optimizer_step.BY_HAND
+    return [
+        *optimizers(size, fused, ("one", "gpt2")),
+        *optimizers(size, by_hand, ("gpt2",)),
+        *(rung_unit(RUNGS[name], size.setting) for name in RUNG_ORDER),
+        *fp8(size),
+        *one_values(size),
+        *llamas(size),
+        *autocasts(size),
+        *overheads(size),
+        *optimizers(size, by_hand, ("one",)),
+        *(rung_unit(rung, size.setting) for rung in EXTRAS if rung.name != "fp8"),
+    ]
+
+
+def optimizers(
+    size: Size, recipes: Iterable[str], tensors: Iterable[str]
+) -> Iterator[Unit]:
+    """Yield optimizer steps."""
+    for name, recipe in itertools.product(tensors, recipes):
+        yield Unit(
+            f"optimizer: {name}, {recipe}",
+            "optimizer",
+            "benchmarks.optimizer_step:measure",
+            {"recipe": recipe, "tensors": name, "scale": size.scale} | size.times,
+            seconds=90.0,
         )
-    )
 
 
-def optimizers(size: Size) -> Iterator[Unit]:
-    """Yield the optimizer steps."""
-    times = {"starts": size.starts, "turns": size.turns}
-    for tensors in ("one", "gpt2"):
-        given = {"tensors": tensors, "scale": size.scale} | times
-        for recipe in optimizer_step.RECIPES:
-            job = {"recipe": recipe} | given
-            yield Unit(
-                f"optimizer: {tensors}, {recipe}",
-                "optimizer",
-                "benchmarks.optimizer_step:measure",
-                job,
-            )
-
-
-def gpt2(size: Size) -> Iterator[Unit]:
-    """Yield the rungs, the bottom and the top one first."""
-    rungs = sorted(LADDER, key=lambda rung: rung not in (LADDER[0], LADDER[-1]))
-    return (rung_unit(rung, size) for rung in rungs)
-
-
-def rung_unit(rung: Rung, size: Size) -> Unit:
+def rung_unit(rung: Rung, setting: Setting) -> Unit:
     """Return the unit of a rung."""
-    job, about = ladder.job_of(rung, size.setting), {"rung": rung.name}
     return Unit(
-        f"ladder: {rung.name}",
-        "ladder",
+        f"ladder: {setting.preset}, {rung.name}",
+        f"ladder {setting.preset}",
         "benchmarks.gpt2_in_jax:measure_step",
-        job,
-        about,
+        ladder.job_of(rung, setting),
+        {"rung": rung.name},
         200.0,
     )
+
+
+def fp8(size: Size) -> Iterator[Unit]:
+    """Yield GPT-2 with its linear layers in FP8, larger ones beside bfloat16."""
+    yield rung_unit(RUNGS["fp8"], size.setting)
+    for preset, rung in itertools.product(size.larger, ("split", "fp8")):
+        setting = dataclasses.replace(size.setting, preset=preset)
+        yield rung_unit(RUNGS[rung], setting)
+
+
+def one_values(size: Size) -> Iterator[Unit]:
+    """Yield how far samplers are from trainers."""
+    for name, sequences in itertools.product(size.one_value, (16, 256)):
+        yield Unit(
+            f"one value: {name}, {sequences}",
+            "one value: mean |difference of log p|",
+            "benchmarks.one_value:measure",
+            {"size": name, "sequences": sequences, "length": 24},
+        )
+
+
+def llamas(size: Size) -> Iterator[Unit]:
+    """Yield a Llama as large as one GPU trains, its layers' inputs in 8 bits and as
+    they are.
+    """
+    name, length = size.llama
+    for kept in (True, False):
+        yield Unit(
+            f"llama: {name}{', inputs in 8 bits' * kept}",
+            "llama",
+            "benchmarks.llama:measure",
+            {"size": name, "kept": kept, "length": length},
+            seconds=240.0,
+        )
 
 
 def autocasts(size: Size) -> Iterator[Unit]:
@@ -109,9 +169,7 @@ def autocasts(size: Size) -> Iterator[Unit]:
             "form": form,
             "size": size.autocast,
             "params": params,
-            "starts": size.starts,
-            "turns": size.turns,
-        }
+        } | size.times
         yield Unit(
             f"autocast: {params}, {form}",
             "autocast",
@@ -123,12 +181,7 @@ def autocasts(size: Size) -> Iterator[Unit]:
 def overheads(size: Size) -> Iterator[Unit]:
     """Yield whole training steps beside those by hand, and casts beside jmp's."""
     for dtype in ("bfloat16", "float16"):
-        job = {
-            "dtype_name": dtype,
-            "size": size.overhead,
-            "starts": size.starts,
-            "turns": size.turns,
-        }
+        job = {"dtype_name": dtype, "size": size.overhead} | size.times
         yield Unit(
             f"overhead: {dtype}", "steps", "benchmarks.overhead:measure_steps", job
         )
@@ -140,17 +193,26 @@ def sheets_of(rows: dict[str, list[Row]], rate: float) -> list[Sheet]:
     """Return the tables of rows, which come by table; `rate` is the measured rate of
     bfloat16 products.
     """
-    rows = {
-        table: [row for row in found if "failed" not in row]
-        for table, found in rows.items()
+    found = []
+    for table, all_rows in rows.items():
+        ran = [row for row in all_rows if "failed" not in row]
+        kind, _, preset = table.partition(" ")
+        if kind == "ladder":
+            found.append(ladder.measured_sheet(all_rows, preset, rate))
+        elif ran:
+            make = TABLES.get(kind)
+            found += make(ran) if make else [of_keys(table, ran)]
+    return found
+
+
+def of_keys(title: str, rows: list[Row]) -> Sheet:
+    """Return a table with a column for each key."""
+    examples = {name: value for row in rows for name, value in row.items()}
+    columns = {
+        name: f"{{{name}:.4g}}" if isinstance(value, float) else f"{{{name}}}"
+        for name, value in examples.items()
     }
-    sheets = [
-        sheet
-        for table, make in TABLES.items()
-        if rows.get(table)
-        for sheet in make(rows[table])
-    ]
-    return sheets + ladder.sheets(rows.get("ladder", []), rate)
+    return Sheet(title, rows, columns)
 
 
 TABLES: dict[str, Callable[[list[Row]], Any]] = {

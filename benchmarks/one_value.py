@@ -20,7 +20,7 @@ import typer
 from jax import lax
 
 import mpx
-from benchmarks.report import Sheet
+from benchmarks.report import Row, Sheet
 
 HEADS, KEYS, WORDS = 8, 2, 64
 CASES = {"float32": ("f32", False)} | {
@@ -134,6 +134,14 @@ def distance(case: str, width: int, layers: int, sequences: int, length: int) ->
     return float(jnp.abs(log_p(jnp.concatenate(parts, axis=1)) - log_p(whole)).mean())
 
 
+def measure(size: str, sequences: int, length: int) -> Row:
+    """Return the distances of all cases; `size` is the width and the layers."""
+    width, layers = map(int, size.split("x"))
+    return {"width x layers": size, "sequences": sequences} | {
+        case: distance(case, width, layers, sequences, length) for case in CASES
+    }
+
+
 def main(
     sizes: Annotated[
         str, typer.Option(help="Widths and layers.")
@@ -144,14 +152,11 @@ def main(
     length: Annotated[int, typer.Option(min=2, help="Of a sequence.")] = 24,
 ) -> None:
     """Compute and print the table."""
-    rows = []
-    for size in sizes.split(","):
-        for count in map(int, sequences.split(",")):
-            width, layers = map(int, size.split("x"))
-            found = {
-                case: distance(case, width, layers, count, length) for case in CASES
-            }
-            rows.append({"width x layers": size, "sequences": count} | found)
+    rows = [
+        measure(size, count, length)
+        for size in sizes.split(",")
+        for count in map(int, sequences.split(","))
+    ]
     columns = {"width x layers": "{width x layers}", "sequences": "{sequences}"} | {
         c: f"{{{c}:.0e}}" for c in CASES
     }

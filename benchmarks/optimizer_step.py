@@ -1,18 +1,22 @@
-"""What one AdamW step costs: its time beside the same step by hand, and beside the
+"""What one AdamW step costs on the device: its time beside another step, and beside the
 bound of its program.
 
     PYTHONPATH=. python -m benchmarks.on_gpu --parts optimizer --out found
 
-Six recipes, on the 148 tensors of GPT-2 124M and on one tensor of 2**27 numbers:
-float32 by Optax alone, which is the yardstick; float32 masters (full); their 16 low
-bits (split); split masters with both moments in 8 bits, without `mpx.fused_update` and
-with it; Kahan summation with bfloat16 moments. Parameters and gradients of the last
-five are bfloat16.
+On the 148 tensors of GPT-2 124M and on one tensor of 2**27 numbers:
 
-A step is `tx.update` and `optax.apply_updates`, or the same written for each tensor in
-plain `jax.numpy` (`benchmarks.adamw_by_hand`). Both are compiled ahead, with parameters
-and state donated, and run in turn, A B B A, from several fresh starts. Before that, the
-results of three steps are compared.
+- `mpx.fused_update` with the recipes that keep moments in few bits, and with 8-bit
+  codes to nearest, each beside float32 AdamW by Optax alone.
+- Float32 by Optax alone; float32 masters (full); their 16 low bits (split); split
+  masters with both moments in 8 bits to nearest; Kahan summation with bfloat16 moments;
+  each beside the same step by hand for each tensor in plain `jax.numpy`
+  (`benchmarks.adamw_by_hand`).
+
+Parameters and gradients are bfloat16, those of float32 AdamW float32. A step is the
+fused one, or `tx.update` and `optax.apply_updates`. All is compiled ahead, with
+parameters and state donated. Two steps run in turn, A B B A, from several fresh starts:
+in a loop inside of one program, which is the device's time, and by separate calls,
+which the host can make longer. Before that, the results of three steps are compared.
 
 Beside the times stands what the compiled programs say (`benchmarks.reading`). The
 target: the time with mpx is at most 1.03 of the time by hand. Sizes are divided by
@@ -34,7 +38,7 @@ import mpx
 from benchmarks import adamw_by_hand as hand
 from benchmarks.adamw_by_hand import ByHand
 from benchmarks.report import Row, Sheet
-from benchmarks.timing import COLUMNS, compare, own
+from benchmarks.timing import COLUMNS, LOOP_STEPS, compare_in_loops, in_a_loop, own
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -48,10 +52,10 @@ def adamw() -> optax.GradientTransformation:
 
 
 def split_8bit() -> optax.GradientTransformation:
-    """Return AdamW with both moments in 8 bits, and split masters."""
+    """Return AdamW with both moments in 8 bits to nearest, and split masters."""
     moments = {"mu": mpx.Blockwise8bit(), "nu": mpx.Blockwise8bit()}
     return mpx.master_weights(
-        mpx.low_precision_state(adamw(), moments), storage="split"
+        mpx.low_precision_state(adamw(), moments, rounding="nearest"), storage="split"
     )
 
 
@@ -73,20 +77,19 @@ class Recipe(NamedTuple):
     Attributes:
         dtype: of parameters and gradients.
         make: makes the transformation.
-        by_hand: the same step of one tensor.
+        by_hand: the same step of one tensor. With None the step is that of
+            `mpx.fused_update`, beside float32 AdamW.
         beside: what the step by hand keeps beside a parameter, to start with.
         moment: a moment of the step by hand, to start with.
-        is_fused: whether the step with mpx is made by `mpx.fused_update`.
     """
 
     dtype: Any
     make: Callable[[], optax.GradientTransformation]
-    by_hand: Callable
-    beside: Callable[[jax.Array], jax.Array | None]
+    by_hand: Callable | None = None
+    beside: Callable[[jax.Array], jax.Array | None] = lambda p: None
     moment: Callable[[jax.Array, bool], Any] = lambda p, signed: jnp.zeros_like(
         p, jnp.float32
     )
-    is_fused: bool = False
 
 
 def zeros(dtype: Any) -> Callable[[jax.Array], jax.Array]:
@@ -94,8 +97,21 @@ def zeros(dtype: Any) -> Callable[[jax.Array], jax.Array]:
     return functools.partial(jnp.zeros_like, dtype=dtype)
 
 
-RECIPES = {
-    "f32": Recipe(jnp.float32, adamw, hand.plain_step, lambda p: None),
+def fused(name: str) -> Recipe:
+    """Return the fused step of a recipe of mpx."""
+    return Recipe(jnp.bfloat16, lambda: mpx.mixed_precision(adamw(), name))
+
+
+F32 = Recipe(jnp.float32, adamw, hand.plain_step)
+FUSED = {
+    "fused, 8-bit to nearest": Recipe(jnp.bfloat16, split_8bit),
+    **{
+        f"fused, {name}": fused(name)
+        for name in ("bf16-split-8bit", "bf16-split24-8bit", "bf16-split24-4bit")
+    },
+}
+BY_HAND = {
+    "f32": F32,
     "full": Recipe(
         jnp.bfloat16,
         lambda: mpx.master_weights(adamw()),
@@ -119,8 +135,7 @@ RECIPES = {
         lambda p, _: jnp.zeros_like(p),
     ),
 }
-RECIPES["fused split + 8-bit"] = RECIPES["split + 8-bit"]._replace(is_fused=True)
-YARDSTICK = "f32"  # has no target
+RECIPES = FUSED | BY_HAND
 
 
 class WithMpx(NamedTuple):
@@ -130,36 +145,57 @@ class WithMpx(NamedTuple):
     opt_state: Any
 
 
-def make_steps(recipe: Recipe) -> tuple[Callable, Callable]:
-    """Return the step by hand, and the step with mpx or with Optax alone, each of
-    `(state, grads)`.
+class Side(NamedTuple):
+    """One of two steps.
+
+    Attributes:
+        dtype: of parameters and gradients.
+        start: makes the state from parameters.
+        step: of `(state, grads)`.
     """
+
+    dtype: Any
+    start: Callable[[Any], Any]
+    step: Callable[[Any, Any], Any]
+
+
+def side_by_hand(recipe: Recipe) -> Side:
+    """Return the step by hand."""
+
+    def start(params: dict[str, jax.Array]) -> ByHand:
+        beside = {name: recipe.beside(p) for name, p in params.items()}
+        mu, nu = (
+            {name: recipe.moment(p, signed) for name, p in params.items()}
+            for signed in (True, False)
+        )
+        return ByHand(params, beside, mu, nu, jnp.int32(0))
+
+    step = functools.partial(hand.step_by_hand, recipe.by_hand)
+    return Side(recipe.dtype, start, step)
+
+
+def side_of_rule(recipe: Recipe) -> Side:
+    """Return the step with mpx, or with Optax alone."""
     tx = recipe.make()
 
-    def by_hand(state: ByHand, grads: Any) -> ByHand:
-        return hand.step_by_hand(recipe.by_hand, state, grads)
-
-    def with_mpx(state: WithMpx, grads: Any) -> WithMpx:
-        if recipe.is_fused:
-            return WithMpx(*mpx.fused_update(tx)(grads, state.opt_state, state.params))
+    def plain(state: WithMpx, grads: Any) -> WithMpx:
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         return WithMpx(optax.apply_updates(state.params, updates), opt_state)
 
-    return by_hand, with_mpx
+    def fused(state: WithMpx, grads: Any) -> WithMpx:
+        return WithMpx(*mpx.fused_update(tx)(grads, state.opt_state, state.params))
+
+    return Side(
+        recipe.dtype,
+        lambda params: WithMpx(params, tx.init(params)),
+        plain if recipe.by_hand else fused,
+    )
 
 
-def make_starts(recipe: Recipe, params: dict[str, jax.Array]) -> tuple[ByHand, WithMpx]:
-    """Return the two states to start from; steps get copies, since every step gives its
-    old state back.
-    """
-    beside = {name: recipe.beside(p) for name, p in params.items()}
-    mu, nu = (
-        {name: recipe.moment(p, signed) for name, p in params.items()}
-        for signed in (True, False)
-    )
-    return ByHand(params, beside, mu, nu, jnp.int32(0)), WithMpx(
-        params, recipe.make().init(params)
-    )
+def sides_of(recipe: Recipe) -> tuple[Side, Side]:
+    """Return the step that a recipe stands beside, and its own."""
+    beside = side_by_hand(recipe) if recipe.by_hand else side_of_rule(F32)
+    return beside, side_of_rule(recipe)
 
 
 def make_data(shapes: Shapes) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -173,19 +209,14 @@ def make_data(shapes: Shapes) -> tuple[dict[str, jax.Array], dict[str, jax.Array
 
 
 def compile_steps(
-    steps: Sequence[Callable],
-    states: Sequence[Any],
-    data: Any,
-    options: dict[str, Any] | None = None,
+    steps: Sequence[Callable], states: Sequence[Any], data: Sequence[Any]
 ) -> list[Callable]:
     """Return steps, compiled ahead with their states donated, as in training; only such
     programs can be read.
     """
     return [
-        jax.jit(step, donate_argnums=0)
-        .lower(state, data)
-        .compile(compiler_options=options)
-        for step, state in zip(steps, states, strict=True)
+        jax.jit(step, donate_argnums=0).lower(*arguments).compile()
+        for step, *arguments in zip(steps, states, data, strict=True)
     ]
 
 
@@ -227,28 +258,27 @@ def title_of(tensors: str, shapes: Shapes) -> str:
 
 # --- Comparison of results. ---
 def compare_results(
-    steps: Sequence[Callable], states: Sequence[Any], grads: Any
+    steps: Sequence[Callable], states: Sequence[Any], grads: Sequence[Any]
 ) -> list[Row]:
-    """Return for each part of the results how many numbers differ after a few steps,
-    and by how much.
+    """Return for each part of the results how many numbers differ from those by hand
+    after a few steps, and by how much; of a fused step only what low bits were lost.
     """
     for _ in range(BITS_STEPS):
-        states = [step(state, grads) for step, state in zip(steps, states, strict=True)]
-    by_hand, ours = states
+        states = [step(*of) for step, *of in zip(steps, states, grads, strict=True)]
+    beside, ours = states
+    lost = zero_low_bits("mpx", ours.opt_state)
+    if not isinstance(beside, ByHand):
+        return lost
     moments = [optax.tree.get(ours.opt_state, name) for name in ("mu", "nu")]
     masters = jax.tree.map(
-        master_by_hand, by_hand.params, by_hand.beside, is_leaf=lambda x: x is None
+        master_by_hand, beside.params, beside.beside, is_leaf=lambda x: x is None
     )
     pairs = {
-        "parameters": (by_hand.params, ours.params),
+        "parameters": (beside.params, ours.params),
         "masters": (masters, mpx.master_params(ours.params, ours.opt_state)),
-        "moments": ((by_hand.mu, by_hand.nu), moments),
+        "moments": ((beside.mu, beside.nu), moments),
     }
-    return (
-        differing(pairs)
-        + zero_low_bits("by hand", by_hand.beside)
-        + zero_low_bits("mpx", ours.opt_state)
-    )
+    return differing(pairs) + zero_low_bits("by hand", beside.beside) + lost
 
 
 def zero_low_bits(side: str, state: Any) -> list[Row]:
@@ -328,21 +358,34 @@ def measure(recipe: str, tensors: str, scale: int, starts: int, turns: int) -> R
         turns: timed turns from each.
     """
     chosen, shapes = RECIPES[recipe], make_shapes(tensors, scale)
-    params, grads = jax.tree.map(lambda x: x.astype(chosen.dtype), make_data(shapes))
-    states = make_starts(chosen, params)
+    sides, made = sides_of(chosen), make_data(shapes)
+
+    def stored(side: Side, tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(side.dtype), tree)
+
+    states = [jax.jit(side.start)(stored(side, made[0])) for side in sides]
+    grads = [stored(side, made[1]) for side in sides]
     make_states = lambda: tuple(map(own, states))
-    steps = compile_steps(make_steps(chosen), states, grads)
-    row: Row = {"recipe": recipe, "title": title_of(tensors, shapes)}
-    row["results"] = compare_results(steps, make_states(), grads)
-    judge = recipe != YARDSTICK
-    return row | compare(
+    steps = compile_steps([side.step for side in sides], states, grads)
+    is_by_hand = chosen.by_hand is not None
+    row: Row = {
+        "recipe": recipe,
+        "title": title_of(tensors, shapes),
+        "beside": "by hand" if is_by_hand else "f32",
+        "results": compare_results(steps, make_states(), grads),
+    }
+    count = LOOP_STEPS.get(jax.default_backend(), 4)
+    looped = [in_a_loop(side.step, count) for side in sides]
+    return row | compare_in_loops(
         steps,
+        compile_steps(looped, states, grads),
+        count,
         make_states,
         grads,
         starts=starts,
         turns=turns,
         gpu_calls=GPU_CALLS,
-        judge=judge,
+        judge=is_by_hand and chosen is not F32,
     )
 
 
@@ -358,9 +401,10 @@ DIFFERING = {
 def sheets(rows: list[Row]) -> list[Sheet]:
     """Return all tables of each set of tensors."""
     found = []
+    columns = {"recipe": "{recipe}", "beside": "{beside}"} | COLUMNS
     for title in dict.fromkeys(row["title"] for row in rows):
         group = [row for row in rows if row["title"] == title]
-        found.append(Sheet(title, group, {"recipe": "{recipe}"} | COLUMNS))
+        found.append(Sheet(title, group, columns))
         found.append(
             differing_sheet(
                 f"{title}: what differs after {BITS_STEPS} steps", group, "recipe"

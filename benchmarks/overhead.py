@@ -186,12 +186,14 @@ def measure_steps(
     }
     rows = []
     for kind, (*pair, data) in kinds.items():
-        steps = compile_steps(pair, make_states(), data)
+        steps = compile_steps(pair, make_states(), (data, data))
         row: Row = {
             "what": f"{kind} step, {recipe}",
             "results": compare_results(steps, list(make_states()), data),
         }
-        rows.append(row | compare(steps, make_states, data, starts=starts, turns=turns))
+        rows.append(
+            row | compare(steps, make_states, (data, data), starts=starts, turns=turns)
+        )
     return rows
 
 
@@ -262,6 +264,6 @@ def steps_sheets(rows: list[Row]) -> list[Sheet]:
     """Return the tables of times of steps, and of what differs."""
     title = f"what differs after {RESULTS_STEPS} steps"
     return [
-        Sheet("a step", rows, {"what": "{what}"} | COLUMNS),
+        Sheet("a step beside that by hand", rows, {"what": "{what}"} | COLUMNS),
         differing_sheet(title, rows, "what"),
     ]

@@ -12,25 +12,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import mpx
 from benchmarks.reading import compiled_figures
 from benchmarks.report import Row, judged
 
-SIDES = ("by hand", "mpx")
+SIDES = ("other", "mpx")  # that which mpx stands beside, and mpx
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 MOST = 1.03  # times as long as by hand
+LOOP_STEPS = {"gpu": 256}  # steps of a program with a loop; elsewhere a few
 
 # The columns of two steps that were timed in turn, and of what their programs say.
 COLUMNS = {
-    "by hand, ms": "{by hand[ms]:.3f}",
+    "other, ms": "{other[ms]:.3f}",
     "mpx, ms": "{mpx[ms]:.3f}",
-    "mpx / by hand": "{ratio:.3f}",
+    "mpx / other": "{ratio:.3f}",
     "95%": "{low:.3f} to {high:.3f}",
     "target": "{target}",
-    "moved by hand, mpx, GB": "{by hand[moved GB]:.4g}, {mpx[moved GB]:.4g}",
-    "kernels": "{by hand[kernels]:,}, {mpx[kernels]:,}",
-    "temporaries, GB": "{by hand[temporary GB]:.3g}, {mpx[temporary GB]:.3g}",
+    "by separate calls, ms": "{other[calls ms]:.3f}, {mpx[calls ms]:.3f}",
+    "moved, GB": "{other[moved GB]:.4g}, {mpx[moved GB]:.4g}",
+    "moved in the loop, GB": "{other[loop GB]:.4g}, {mpx[loop GB]:.4g}",
+    "kernels": "{other[kernels]:,}, {mpx[kernels]:,}",
+    "temporaries, GB": "{other[temporary GB]:.3g}, {mpx[temporary GB]:.3g}",
     "bound, ms": "{mpx[bound ms]:.3f}",
     "mpx / bound": "{mpx / bound:.2f}",
     "note": "{left out}",
@@ -51,16 +55,32 @@ def timed(fun: Callable, *args: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
+def in_a_loop(step: Callable, count: int) -> Callable:
+    """Return the function that makes so many steps, one program in which the host has
+    no part: what they take is the device's time.
+    """
+
+    def steps(state: Any, data: Any) -> Any:
+        def one(_: jax.Array, state: Any) -> Any:
+            # The barrier ties the data to the state. Without it XLA may compute before
+            # the loop what depends on the data alone.
+            return step(*lax.optimization_barrier((state, data)))
+
+        return lax.fori_loop(0, count, one, state)
+
+    return steps
+
+
 def paired_times(
     steps: Sequence[Callable],
     make_states: Callable,
-    data: Any,
+    data: Sequence[Any],
     starts: int,
     turns: int,
     calls: int,
 ) -> tuple[list[float], list[float]]:
-    """Return milliseconds of two steps in turn, A B B A, after two turns of warm-up
-    from each start.
+    """Return milliseconds a call of two steps in turn, A B B A, after two turns of
+    warm-up from each start.
     """
     times: tuple[list[float], list[float]] = ([], [])
     for start in range(starts):
@@ -69,7 +89,7 @@ def paired_times(
             for side in (0, 1) if (start + turn) % 2 else (1, 0):
                 begin = time.perf_counter()
                 for _ in range(calls):
-                    states[side] = steps[side](states[side], data)
+                    states[side] = steps[side](states[side], data[side])
                 jax.block_until_ready(states[side])
                 if turn >= 0:
                     times[side].append(1e3 * (time.perf_counter() - begin) / calls)
@@ -79,17 +99,17 @@ def paired_times(
 def compare(
     steps: Sequence[Callable],
     make_states: Callable,
-    data: Any,
+    data: Sequence[Any],
     *,
     starts: int,
     turns: int,
     gpu_calls: int = 1,
     judge: bool = True,
 ) -> Row:
-    """Time two compiled steps in turn, by hand and with mpx, and read their programs;
+    """Time two compiled steps in turn, that of mpx second, and read their programs;
     return a row for `COLUMNS`.
 
-    Each is called with its state, which it may donate, and `data`. Fresh states are
+    Each is called with its state, which it may donate, and its data. Fresh states are
     made `starts` times, in buffers of their own, since where a state lies in memory
     counts; from each there are so many timed turns. On a GPU a turn has `gpu_calls`
     steps, waited for once, so that the host is not what is measured. With `judge` there
@@ -102,10 +122,43 @@ def compare(
         side: {"ms": statistics.median(ms)} | compiled_figures(step)
         for side, step, ms in sides
     }
-    row |= ratio(times[1], times[0], turns)
+    return row | judged_times(row, times, turns, judge)
+
+
+def compare_in_loops(
+    steps: Sequence[Callable],
+    loops: Sequence[Callable],
+    count: int,
+    make_states: Callable,
+    data: Sequence[Any],
+    **options: Any,
+) -> Row:
+    """Return the row of `compare` with the times of loops of `count` such steps in
+    place of the times by separate calls, which stand beside.
+
+    A call of a loop takes the host as long as a call of a step, so that a step has a
+    `count`-th of it.
+    """
+    row = compare(steps, make_states, data, **options)
+    starts, turns = options["starts"], options["turns"]
+    times = [
+        [ms / count for ms in calls]
+        for calls in paired_times(loops, make_states, data, starts, turns, 1)
+    ]
+    for side, loop, ms in zip(SIDES, loops, times, strict=True):
+        row[side] |= {"calls ms": row[side]["ms"], "ms": statistics.median(ms)}
+        row[side]["loop GB"] = compiled_figures(loop)["moved GB"] / count
+    return row | judged_times(row, times, turns, options["judge"])
+
+
+def judged_times(
+    row: Row, times: Sequence[list[float]], turns: int, judge: bool
+) -> Row:
+    """Return the ratio of the times of two sides, that to the bound, and the target."""
+    found = ratio(times[1], times[0], turns)
     if bound := row["mpx"].get("bound ms"):
-        row["mpx / bound"] = row["mpx"]["ms"] / bound
-    return row | ({"target": judged(row["ratio"], most=MOST)} if judge else {})
+        found["mpx / bound"] = row["mpx"]["ms"] / bound
+    return found | ({"target": judged(found["ratio"], most=MOST)} if judge else {})
 
 
 def ratio(numerator: list[float], denominator: list[float], block: int = 1) -> Row:

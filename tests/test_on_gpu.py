@@ -6,10 +6,13 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import mpx
 from benchmarks import on_gpu, workers
-from benchmarks.on_gpu_units import SIZES, all_units
+from benchmarks.on_gpu_units import SIZES, Unit, all_units
+from benchmarks.timing import in_a_loop
 
 pytestmark = pytest.mark.optax_promotion
 
@@ -21,17 +24,13 @@ DEVICE |= {
     "date": "2026-11-22 12:00",
 }
 DEVICE |= {"backend": "gpu", "FLOP/s": 8e14}
+SMALLEST = {unit.name: unit for unit in all_units(SIZES["smallest"])}
 
 
-def run(function, arguments, *, timeout):
-    """Answer as a worker would with what its arguments say."""
-    return list(arguments["answer"])
-
-
-def measure(folder, units, run=run):
+def measure(folder, units, run, left=lambda: math.inf):
     book = on_gpu.Book(folder)
     book.check(DEVICE)
-    return on_gpu.measure_units(units, book, lambda: math.inf, run=run)
+    return on_gpu.measure_units(units, book, left, run=run)
 
 
 def measured(folder, *names):
@@ -39,18 +38,93 @@ def measured(folder, *names):
     call = lambda function, arguments, *, timeout: json.loads(
         json.dumps(workers.call(function, arguments))
     )
-    units = {unit.name: unit for unit in all_units(SIZES["smallest"])}
     with jax.numpy_rank_promotion("allow"):  # as in a process of its own
-        measure(folder, [units[name] for name in names], run=call)
+        measure(folder, [SMALLEST[name] for name in names], run=call)
     return on_gpu.Book(folder).report()
 
 
-def test_an_optimizer_step_is_measured_and_reported(tmp_path):
-    printed = measured(tmp_path, "optimizer: one, f32", "optimizer: one, full")
+def test_optimizer_steps_are_measured_and_reported(tmp_path):
+    printed = measured(
+        tmp_path, "optimizer: one, fused, bf16-split-8bit", "optimizer: one, full"
+    )
     assert "one: 1 tensor, 262,144 parameters" in printed
     assert (
-        "| recipe | by hand, ms | mpx, ms | mpx / by hand | 95% | target | moved by"
-        " hand, mpx, GB |" in printed
+        "| recipe | beside | other, ms | mpx, ms | mpx / other | 95% | target | by"
+        " separate calls, ms | moved, GB | moved in the loop, GB |" in printed
     )
+    assert "| fused, bf16-split-8bit | f32 |" in printed
+    assert "| full | by hand |" in printed
     assert "at most 1.03: " in printed
     assert "Nothing differs." in printed
+
+
+def flops_of(step, count):
+    square = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    return sum(mpx.step_report(in_a_loop(step, count), square, square).flops.values())
+
+
+def test_a_loop_computes_again_in_each_step_what_depends_on_the_data_alone():
+    """A product of two matrices of 16 x 16 takes 2 * 16**3 FLOPs."""
+    assert flops_of(lambda state, data: state + data @ data, 5) == 5 * 2 * 16**3
+
+
+def test_without_a_barrier_it_is_computed_once(monkeypatch):
+    monkeypatch.setattr(jax.lax, "optimization_barrier", lambda operands: operands)
+    assert flops_of(lambda state, data: state + data @ data, 5) == 2 * 16**3
+
+
+def test_a_llama_is_measured(tmp_path):
+    printed = measured(tmp_path, "llama: tiny, inputs in 8 bits")
+    assert "| size | recipe | inputs in 8 bits | ms |" in printed
+    assert "| tiny | bf16-split24-8bit | True |" in printed
+
+
+def test_one_value_is_measured(tmp_path):
+    printed = measured(tmp_path, "one value: 64x1, 16")
+    assert "**one value: mean |difference of log p|**" in printed
+    assert "| 64x1 | 16 |" in printed
+
+
+def test_the_fused_steps_come_first_then_gpt2_by_device_time_then_its_rungs():
+    first = [unit.name for unit in all_units(SIZES["gpu"])][:14]
+    assert all(name.startswith("optimizer: one, fused") for name in first[:4])
+    assert all(name.startswith("optimizer: gpt2, fused") for name in first[4:8])
+    assert first[8:] == [
+        *(f"optimizer: gpt2, {name}" for name in ("f32", "full", "split")),
+        "optimizer: gpt2, split + 8-bit",
+        "optimizer: gpt2, Kahan + bf16 moments",
+        "ladder: gpt2-124m, 8bit",
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_two_units_have_a_name(size):
+    names = [unit.name for unit in all_units(SIZES[size])]
+    assert len(set(names)) == len(names)
+
+
+def test_what_does_not_fit_is_left_for_the_next_call(tmp_path):
+    """With 60 seconds left a unit of 90 begins, one of 200 does not."""
+    units = [Unit(f"a: {seconds}", "a", "f", seconds=seconds) for seconds in (200, 90)]
+    begun = []
+
+    def run(function, arguments, *, timeout):
+        begun.append(timeout)
+        return [{"x": 0.25}]
+
+    assert measure(tmp_path, units, run, lambda: 60) == units[:1]
+    assert measure(tmp_path, units, run) == []
+    assert begun == [50, 200]
+    assert "**a**\n\n| x |\n|---|\n| 0.25 |\n| 0.25 |" in on_gpu.Book(tmp_path).report()
+
+
+def test_the_command_names_what_it_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(on_gpu, "run_worker", lambda *_, timeout: [DEVICE])
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    on_gpu.main(tmp_path, minutes=0, parts="llama", size="smallest", report=False)
+    assert capsys.readouterr().out == (
+        "0 of 2 units are through.\n"
+        "Left out: llama: tiny, inputs in 8 bits; llama: tiny.\n"
+        "Repeat the command to go on.\n"
+    )
