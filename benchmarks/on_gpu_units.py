@@ -47,7 +47,7 @@ class Size:
     llama: tuple[str, int] = ("tiny", 64)  # its name, and the tokens of a sequence
     one_value: tuple[str, ...] = ("64x1",)  # widths and layers
     scale: int = 1  # what the sizes of the optimizer's tensors are divided by
-    starts: int = 4  # fresh states of what is timed
+    starts: int = 3  # fresh states of what is timed
     turns: int = 4  # timed turns from each
     autocast: str = (
         "gpt2"  # the name of the size of the model in `benchmarks.autocast_forms`

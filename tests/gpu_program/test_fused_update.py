@@ -10,6 +10,8 @@ import optax
 import pytest
 
 import mpx
+from benchmarks.optimizer_step import Recipe, side_of_rule
+from benchmarks.timing import in_a_loop
 from mpx._fused import fused_update, schedule
 from mpx._fused.partition import SMALL
 from tests.gpu_program.test_optimizer_steps import ADAMW, BF16, MOVED, RECIPES, SHAPES
@@ -71,6 +73,27 @@ def test_a_step_moves_what_it_must_in_a_kernel_a_tensor(name, h200, on_a_gpu):
     assert len(ours) == sum(size >= SMALL for size in sizes)
     # A norm by shapes; keys take a few.
     assert report.kernel_count <= len(sizes) + (23 if "clipped" in name else 11)
+
+
+def test_a_loop_moves_in_each_step_what_a_step_moves(h200, on_a_gpu):
+    """Nothing is computed before the loop, in which a kernel counts the steps."""
+    dtype, tx, _ = STEPS["24 bits, 4-bit"]
+    side = side_of_rule(Recipe(dtype, lambda: tx))
+    is_shape = lambda x: isinstance(x, tuple)
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), SHAPES, is_leaf=is_shape
+    )
+    given = (jax.eval_shape(side.start, params), params)
+    step, loop = (
+        mpx.step_report(function, *given, target="h200", donate_argnums=0)
+        for function in (side.step, in_a_loop(side.step, 7))
+    )
+    inside = [kernel for kernel in loop.kernels if kernel.times == 7]
+    assert len(inside) == step.kernel_count + 1
+    assert sum(kernel.bytes for kernel in inside) == pytest.approx(
+        step.moved_bytes, abs=100
+    )
+    assert loop.moved_bytes == pytest.approx(7 * step.moved_bytes, abs=1000)
 
 
 def test_results_in_another_order_than_what_is_donated_are_copied(h200, on_a_gpu):
