@@ -159,7 +159,7 @@ class Side(NamedTuple):
     step: Callable[[Any, Any], Any]
 
 
-def side_by_hand(recipe: Recipe) -> Side:
+def side_by_hand(recipe: Recipe, tensor_step: Callable) -> Side:
     """Return the step by hand."""
 
     def start(params: dict[str, jax.Array]) -> ByHand:
@@ -170,7 +170,7 @@ def side_by_hand(recipe: Recipe) -> Side:
         )
         return ByHand(params, beside, mu, nu, jnp.int32(0))
 
-    step = functools.partial(hand.step_by_hand, recipe.by_hand)
+    step = functools.partial(hand.step_by_hand, tensor_step)
     return Side(recipe.dtype, start, step)
 
 
@@ -194,7 +194,8 @@ def side_of_rule(recipe: Recipe) -> Side:
 
 def sides_of(recipe: Recipe) -> tuple[Side, Side]:
     """Return the step that a recipe stands beside, and its own."""
-    beside = side_by_hand(recipe) if recipe.by_hand else side_of_rule(F32)
+    by_hand = recipe.by_hand
+    beside = side_by_hand(recipe, by_hand) if by_hand else side_of_rule(F32)
     return beside, side_of_rule(recipe)
 
 

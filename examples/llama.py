@@ -43,7 +43,7 @@ from jax.sharding import PartitionSpec as P
 from typer import Option
 
 import mpx
-from examples.gpt import data, devices
+from examples.gpt import devices
 from examples.gpt.loss import cross_entropy
 
 
@@ -333,6 +333,9 @@ def main(
     rule: Annotated[Literal["adamw", "muon"], Option(help="The optimizer.")] = "adamw",
 ) -> None:
     """Train a Llama on bytes, on all devices that there are."""
+    # Here, since it needs Grain, and a step does not.
+    from examples.gpt import data
+
     start, step = make_step(
         dataclasses.replace(CONFIGS[size], vocabulary=256),
         recipe,
