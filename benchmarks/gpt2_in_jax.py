@@ -72,7 +72,7 @@ def matmul_rate() -> float:
     )
 
 
-def time_rounds(run: Callable[[int], None], *, steps: int, rounds: int) -> Row:
+def time_rounds(run: Callable[[int], Any], *, steps: int, rounds: int) -> Row:
     """Return milliseconds a step, of several that are enqueued one behind another and
     waited for once.
 
@@ -176,37 +176,51 @@ def make_job(rung: Row, setting: Row) -> Job:
     )
 
 
-def measure_step(rung: Row, setting: Row) -> Row:
-    """Return time, memory and last loss of a training step, from random weights, on
-    text.
-    """
+def make_job_here(rung: Row, setting: Row) -> tuple[Job, Row]:
+    """Return the job of a rung, and a note if this machine runs it another way."""
     note = {}
     if rung["attention"] == "cudnn" and jax.default_backend() != "gpu":
         rung, note = rung | {"attention": "xla"}, {"note": NO_FLASH}
-    job, start = make_job(rung, setting), time.perf_counter()
-    step = (
-        jax.jit(job.program.train_step, donate_argnums=(0, 1))
-        .lower(*job.shapes())
-        .compile()
-    )
-    seconds, compiling = time.perf_counter() - start, peak_bytes()
+    return make_job(rung, setting), note
+
+
+def compile_step(job: Job) -> Any:
+    """Return the compiled training step, which may overwrite parameters and state."""
+    step = jax.jit(job.program.train_step, donate_argnums=(0, 1))
+    return step.lower(*job.shapes()).compile()
+
+
+def training(job: Job, step: Callable[..., Any]) -> Callable[[int], Any]:
+    """Return the function that makes so many steps, from random weights, on text. It
+    waits for all, and returns the metrics of the last step so far.
+    """
     batches = token_batches(job.config.vocabulary, job.shape, count=DISTINCT_BATCHES)
     in_turn = itertools.cycle(list(map(jax.device_put, batches)))
     state = (*jax.jit(job.program.init)(0), None)
 
-    def run(steps: int) -> None:
+    def run(steps: int) -> Any:
         nonlocal state
         for _ in range(steps):
             state = step(*state[:2], next(in_turn))
-        jax.block_until_ready(state)
+        return jax.block_until_ready(state)[2]
 
+    return run
+
+
+def measure_step(rung: Row, setting: Row) -> Row:
+    """Return time, memory and last loss of a training step."""
+    job, note = make_job_here(rung, setting)
+    start = time.perf_counter()
+    step = compile_step(job)
+    seconds, compiling = time.perf_counter() - start, peak_bytes()
+    run = training(job, step)
     row = time_rounds(
         run, steps=job.setting.steps_of(job.shape[0]), rounds=job.setting.rounds
     )
     row |= (
         note
         | job.tokens()
-        | {"loss": float(state[2].loss), "program": compiled_figures(step, seconds)}
+        | {"loss": float(run(0).loss), "program": compiled_figures(step, seconds)}
     )
     return row | {"peak bytes": peak_bytes(), "peak bytes before": compiling}
 

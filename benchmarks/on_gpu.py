@@ -125,7 +125,12 @@ def measure_units(
             waiting.append(unit)
             continue
         start = time.monotonic()
-        found = run(unit.function, unit.arguments, timeout=min(budget, remaining))
+        found = run(
+            unit.function,
+            unit.arguments,
+            timeout=min(budget, remaining),
+            environment=unit.environment,
+        )
         rows = [unit.about | row for row in found]
         failures = [row["failed"] for row in rows if "failed" in row]
         stopped = any("stopped" in row for row in rows)

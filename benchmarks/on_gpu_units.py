@@ -7,10 +7,19 @@ their keys, unless `TABLES` has a table for them.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
-from benchmarks import autocast, autocast_forms, ladder, optimizer_step, overhead
+from benchmarks import (
+    autocast,
+    autocast_forms,
+    ladder,
+    optimizer_step,
+    overhead,
+    parity_at_size,
+    profile_gpt2,
+    torch_gpt2,
+)
 from benchmarks.report import Row, Sheet
 from benchmarks.rungs import EXTRAS, ON_CPU, ON_GPU, RUNGS, Rung, Setting
 
@@ -31,6 +40,7 @@ class Unit(NamedTuple):
     about: Row = {}  # what stands in its rows beside what the function returns
     # after which it is stopped; it does not begin with less than half of them left
     seconds: float = 150.0
+    environment: Mapping[str, str] = {}  # variables of its process
 
     @property
     def part(self) -> str:
@@ -43,6 +53,8 @@ class Size:
     """How much is measured."""
 
     setting: Setting  # of GPT-2
+    beside: Literal["gpu", "smallest"] = "smallest"  # beside PyTorch, and of parity
+    parity_steps: int = 3
     larger: tuple[str, ...] = ()  # models for FP8, beside that of `setting`
     llama: tuple[str, int] = ("tiny", 64)  # its name, and the tokens of a sequence
     one_value: tuple[str, ...] = ("64x1",)  # widths and layers
@@ -65,6 +77,8 @@ class Size:
 SIZES = {
     "gpu": Size(
         ON_GPU,
+        beside="gpu",
+        parity_steps=parity_at_size.STEPS,
         larger=("gpt2-350m", "gpt2-1.5b"),
         llama=("8B", 4096),
         one_value=("2048x16", "512x8"),
@@ -87,6 +101,9 @@ def all_units(size: Size) -> list[Unit]:
     return [
         *optimizers(size, fused, ("one", "gpt2")),
         *optimizers(size, by_hand, ("gpt2",)),
+        profile(RUNGS["padded"], size.setting),
+        *beside_torch(size),
+        *parity(size),
         *(rung_unit(RUNGS[name], size.setting) for name in RUNG_ORDER),
         *fp8(size),
         *one_values(size),
@@ -109,6 +126,42 @@ def optimizers(
             "benchmarks.optimizer_step:measure",
             {"recipe": recipe, "tensors": name, "scale": size.scale} | size.times,
             seconds=90.0,
+        )
+
+
+def profile(rung: Rung, setting: Setting) -> Unit:
+    """Return the unit of what kernels of GPT-2's step lose."""
+    return Unit(
+        f"profile: {setting.preset}, {rung.name}",
+        "profile",
+        "benchmarks.profile_gpt2:measure",
+        ladder.job_of(rung, setting),
+        environment=profile_gpt2.ENVIRONMENT,
+    )
+
+
+def beside_torch(size: Size) -> Iterator[Unit]:
+    """Yield GPT-2 by PyTorch and by mpx in turn."""
+    for i, side in enumerate(torch_gpt2.TURNS, 1):
+        yield Unit(
+            f"torch: {i} {side}",
+            "torch",
+            "benchmarks.torch_gpt2:measure",
+            {"size": size.beside, "side": side},
+            seconds=180.0,
+        )
+
+
+def parity(size: Size) -> Iterator[Unit]:
+    """Yield trainings whose last losses are compared."""
+    for recipe, seed in parity_at_size.RUNS:
+        job = {"size": size.beside, "steps": size.parity_steps, "seed": seed}
+        yield Unit(
+            f"parity: {recipe}, {seed}",
+            "parity",
+            "benchmarks.parity_at_size:measure",
+            {"recipe": recipe} | job,
+            seconds=240.0,
         )
 
 
@@ -217,6 +270,9 @@ def of_keys(title: str, rows: list[Row]) -> Sheet:
 
 TABLES: dict[str, Callable[[list[Row]], Any]] = {
     "optimizer": optimizer_step.sheets,
+    "profile": profile_gpt2.sheets,
+    "torch": torch_gpt2.sheets,
+    "parity": parity_at_size.sheets,
     "autocast": autocast.steps_sheets,
     "steps": overhead.steps_sheets,
     "casts": lambda rows: [Sheet("casts", rows, overhead.CASTS)],

@@ -8,8 +8,10 @@ empty GPU. JAX is not imported here: the process that starts the others holds no
 
 import importlib
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from benchmarks.report import Row
 
@@ -17,11 +19,17 @@ LOG_CHARACTERS = 4_000  # kept of what a failed process wrote
 REASON_CHARACTERS = 200
 
 
-def run_worker(function: str, arguments: Row, *, timeout: float = 300.0) -> list[Row]:
+def run_worker(
+    function: str,
+    arguments: Row,
+    *,
+    timeout: float = 300.0,
+    environment: Mapping[str, str] = {},
+) -> list[Row]:
     """Call a function, named as `module:name`, in a new process, which is ended after
     `timeout` seconds.
 
-    It returns a row or a list of rows. After a failure there is one row, with the
+    `environment` is added to the variables of this process. The function returns a row or a list of rows. After a failure there is one row, with the
     reason under "failed", the end of what was written under "log", and "stopped" if the
     time was over.
     """
@@ -31,7 +39,12 @@ def run_worker(function: str, arguments: Row, *, timeout: float = 300.0) -> list
     )
     try:
         done = subprocess.run(
-            command, input=given, capture_output=True, text=True, timeout=timeout
+            command,
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | environment,
         )
     except subprocess.TimeoutExpired:
         return [{"failed": f"no result after {timeout:.0f} s", "stopped": True}]

@@ -37,7 +37,7 @@ def measure(folder, units, run, left=lambda: math.inf):
 
 def measured(folder, *names):
     """Measure units in this process, at the smallest size, and return the report."""
-    call = lambda function, arguments, *, timeout: json.loads(
+    call = lambda function, arguments, **_: json.loads(
         json.dumps(workers.call(function, arguments))
     )
     with jax.numpy_rank_promotion("allow"):  # as in a process of its own
@@ -92,16 +92,69 @@ def test_one_value_is_measured(tmp_path):
     assert "| 64x1 | 16 |" in printed
 
 
-def test_the_fused_steps_come_first_then_gpt2_by_device_time_then_its_rungs():
-    first = [unit.name for unit in all_units(SIZES["gpu"])][:14]
+@pytest.mark.slow  # compiles for five seconds
+def test_the_kernels_of_the_step_of_gpt2_have_what_they_lose(tmp_path):
+    """Negative control: kernels that lose little are left out."""
+    name = "profile: tiny, padded"
+    printed = measured(tmp_path, name)
+    assert "| step, us | kernels | other events | idle | bound | steps |" in printed
+    assert "| kernel | kind | times | us a step | bound | lost |" in printed
+    step, *kernels = on_gpu.Book(tmp_path).found["units"][name]["rows"]
+    lost = [kernel["lost us"] for kernel in kernels]
+    assert step["steps"] == 5
+    assert len(lost) == 12
+    assert lost == sorted(lost, reverse=True)
+    assert 0 < sum(kernel["measured us"] for kernel in kernels) < step["kernels us"]
+
+
+@pytest.mark.slow  # compiles for five seconds in a process of its own
+def test_without_pytorch_only_its_own_turns_fail(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no PyTorch')")
+    without = {"PYTHONPATH": str(tmp_path)}
+    names = ("torch: 2 torch-cudnn", "torch: 3 padded")
+    units = [SMALLEST[name]._replace(environment=without) for name in names]
+    measure(tmp_path, units, workers.run_worker)
+    printed = on_gpu.Book(tmp_path).report()
+    assert "| torch: 2 torch-cudnn | failed | ImportError: " in printed
+    assert "needs PyTorch: `pip install torch`" in printed
+    assert f"| mpx, jax {jax.__version__}, rung padded |" in printed
+
+
+@pytest.mark.slow  # compiles for five seconds
+def test_parity_at_size_is_measured_beside_float32(tmp_path):
+    printed = measured(tmp_path, "parity: f32, 0", "parity: bf16-autocast, 0")
+    assert "| bf16-autocast | 0 | 14.0 |" in printed
+
+
+def test_a_process_has_variables_of_its_own(monkeypatch):
+    """Negative control: without, there is none. Both have those of the command."""
+    monkeypatch.setenv("MPX_OF_THE_COMMAND", "all")
+    for own in ({"MPX_OWN": "one"}, {}):
+        read = lambda key, own=own: workers.run_worker(
+            "os:getenv", {"key": key}, environment=own
+        )
+        assert read("MPX_OWN") == [own.get("MPX_OWN")]
+        assert read("MPX_OF_THE_COMMAND") == ["all"]
+
+
+def test_a_profile_has_no_command_buffers():
+    profiles = [u for u in SMALLEST.values() if "command_buffer=" in str(u.environment)]
+    assert [unit.part for unit in profiles] == ["profile"]
+
+
+def test_the_fused_steps_come_first_and_gpt2_by_itself_before_its_rungs():
+    first = [unit.name for unit in all_units(SIZES["gpu"])][:31]
     assert all(name.startswith("optimizer: one, fused") for name in first[:4])
     assert all(name.startswith("optimizer: gpt2, fused") for name in first[4:8])
-    assert first[8:] == [
+    assert first[8:15] == [
         *(f"optimizer: gpt2, {name}" for name in ("f32", "full", "split")),
         "optimizer: gpt2, split + 8-bit",
         "optimizer: gpt2, Kahan + bf16 moments",
-        "ladder: gpt2-124m, 8bit",
+        "profile: gpt2-124m, padded",
+        "torch: 1 torch",
     ]
+    assert first[19:21] == ["torch: 6 torch", "parity: f32, 0"]
+    assert first[29:] == ["parity: f32, 2", "ladder: gpt2-124m, 8bit"]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -119,7 +172,7 @@ def test_what_does_not_fit_is_left_for_the_next_call(tmp_path):
     units = [Unit(f"a: {seconds}", "a", "f", seconds=seconds) for seconds in (200, 90)]
     begun = []
 
-    def run(function, arguments, *, timeout):
+    def run(function, arguments, *, timeout, environment):
         begun.append(timeout)
         return [{"x": 0.25}]
 
