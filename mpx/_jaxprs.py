@@ -6,7 +6,8 @@ values through a program.
 """
 
 import contextlib
-from collections import Counter
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -82,6 +83,20 @@ class Graph:
             for number, eqn in enumerate(program.eqns)
             for v in eqn.outvars
         }
+        self._program = program
+
+    def readers(self, v: Any) -> list[JaxprEqn | None]:
+        """Return the equations that read a value, and None where it is a result."""
+        return self._readers[v]
+
+    @functools.cached_property
+    def _readers(self) -> dict[Any, list[JaxprEqn | None]]:
+        found: dict[Any, list[JaxprEqn | None]] = defaultdict(list)
+        for eqn in (*self._program.eqns, None):
+            for v in eqn.invars if eqn else self._program.outvars:
+                if not is_literal(v):
+                    found[v].append(eqn)
+        return found
 
     def maker(self, v: Any) -> JaxprEqn | None:
         """Return the equation that makes a value; None for an input or a literal."""

@@ -124,13 +124,7 @@ class FusedUpdate:
         def by_xla(*given):
             return _as_it_stands(self.tx, given, extra_args)
 
-        if not _may_run_kernels(self.interpret):
-            return by_xla(*given)
-        if self.interpret:
-            return by_kernels(*given)
-        # The platform of the step is not known yet: arrays on the CPU stay there on a
-        # machine with a GPU.
-        return lax.platform_dependent(*given, cuda=by_kernels, default=by_xla)
+        return run_by(by_kernels, by_xla, self.interpret, *given)
 
     def _placed_by_xla(
         self, given: _Given, extra_args: dict[str, Any]
@@ -252,7 +246,7 @@ def _by_kernels(
     program, values, tree, calls = _traced(tx, given, extra_args)
     partition = Partition(program, calls)
     _, opt_state, params = given
-    in_place = _in_place(
+    in_place = in_place_of(
         program,
         partition,
         len(jax.tree.leaves(params)),
@@ -272,7 +266,7 @@ def _traced(
     return traced_flat(lambda *given: _as_it_stands(tx, given, extra_args), given)
 
 
-def _in_place(
+def in_place_of(
     program: jex_core.Jaxpr, partition: Partition, of_params: int, of_state: int
 ) -> dict[Var, Var]:
     """Return what may be written over what: new parameters over old ones, and a new
@@ -298,7 +292,18 @@ def _in_place(
 # Where kernels run.
 
 
-def _may_run_kernels(interpret: bool) -> bool:
+def run_by(by_kernels: Any, by_xla: Any, interpret: bool, *given: Any) -> Any:
+    """Call one of two functions: with kernels on a GPU, or to interpret them."""
+    if not may_run_kernels(interpret):
+        return by_xla(*given)
+    if interpret:
+        return by_kernels(*given)
+    # The platform of the step is not known yet: arrays on the CPU stay there on a
+    # machine with a GPU.
+    return lax.platform_dependent(*given, cuda=by_kernels, default=by_xla)
+
+
+def may_run_kernels(interpret: bool) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if jax.sharding.AxisType.Explicit in mesh.axis_types:
         return False  # their types would have to say how each view is sharded

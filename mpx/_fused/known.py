@@ -2,10 +2,8 @@
 instruction gives the same bits.
 """
 
-from collections import defaultdict
 from typing import Any
 
-from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._jaxprs import Calls, Graph, dtype_of, is_f32, is_half, is_literal
@@ -16,13 +14,8 @@ from mpx._writeback import LANDING, WHERE_IT_LANDS
 class Known:
     """What is known of the values of a program without calls."""
 
-    def __init__(self, program: jex_core.Jaxpr, graph: Graph, calls: Calls):
+    def __init__(self, graph: Graph, calls: Calls):
         self._graph, self._calls = graph, calls
-        self._readers: dict[Any, list[JaxprEqn | None]] = defaultdict(list)
-        for eqn in (*program.eqns, None):
-            for v in eqn.invars if eqn else program.outvars:
-                if not is_literal(v):
-                    self._readers[v].append(eqn)
 
     def landed(self) -> dict[Any, Any]:
         """Return the sums of a parameter and an update that was made to land on a
@@ -32,7 +25,7 @@ class Known:
         """
         found, landing = {}, set()
         for update, (name, operands) in self._calls.items():
-            readers = self._readers[update]
+            readers = self._graph.readers(update)
             if name == LANDING and all(self._adds_to(x, operands[0]) for x in readers):
                 landing.add(update)
                 found |= {eqn.outvars[0]: operands[1] for eqn in readers if eqn}
@@ -69,7 +62,7 @@ class Known:
         if not is_f32(v):
             return False
         if name == "sqrt":
-            return all(map(_adds_a_little, self._readers[v]))
+            return all(map(_adds_a_little, self._graph.readers(v)))
         divisor = self._graph.maker(eqn.invars[1]) if name == "div" else None
         makers = map(self._graph.maker, divisor.invars) if divisor else ()
         return _adds_a_little(divisor) and any(

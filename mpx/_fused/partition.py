@@ -74,6 +74,8 @@ class Leaf(NamedTuple):
     outputs: list[Var]
     part: Part | None
     reason: str
+    rows: Part | None  # the part, also where XLA runs it, if it can run on some rows
+    inputs: list[Var]  # what it reads of each element or block
 
 
 def _shape_of(v: Any) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ class Partition:
 
     def __init__(self, program: jex_core.Jaxpr, calls: Calls):
         self._graph = Graph(program)
-        self._known = Known(program, self._graph, calls)
+        self._known = Known(self._graph, calls)
         # What a barrier returns, and what it was given; what a final update lands on.
         self._same = self._known.landed()
         # what was placed on devices, and what it was before
@@ -207,7 +209,14 @@ class Partition:
     def _as_leaf(self, outputs: list[Var], mixed: set[str]) -> Leaf:
         part = self._part(outputs)
         reason = self._why_not(part, mixed)
-        return Leaf(outputs, None if reason else part, reason)
+        is_whole = mixed or _has_longer_rows(part) or self._waits_for_itself(part)
+        return Leaf(
+            outputs,
+            None if reason else part,
+            reason,
+            None if is_whole else part,
+            part.arrays,
+        )
 
     def _part(self, outputs: list[Var]) -> Part:
         # The same order for all leaves.
@@ -298,10 +307,13 @@ class Partition:
             return (
                 f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
             )
-        own = {v for eqn in part.equations for v in eqn.outvars}
-        if own.intersection(self._graph.behind(part.arrays)):
+        if self._waits_for_itself(part):
             return "other devices compute what it reads from what it returns"
         return ""
+
+    def _waits_for_itself(self, part: Part) -> bool:
+        own = {v for eqn in part.equations for v in eqn.outvars}
+        return bool(own.intersection(self._graph.behind(part.arrays)))
 
 
 def _is_placed(eqn: JaxprEqn) -> bool:

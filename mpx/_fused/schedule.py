@@ -23,17 +23,24 @@ def run_partition(
     partition: Partition,
     in_place: Mapping[Var, Var],
     interpret: bool,
+    has_kernels: bool = True,
 ) -> list[Any]:
     """Return the results of a program without calls, from the values of its inputs and
     constants.
 
     `in_place` has the output that may be written over an input.
     """
-    values, parts = dict(values), [leaf.part for leaf in partition.leaves if leaf.part]
+    values = dict(values)
+    # What is known already belongs to a leaf whose step has run.
+    parts = [
+        leaf.part
+        for leaf in partition.leaves
+        if has_kernels and leaf.part and leaf.part.outputs[0] not in values
+    ]
     every = parts
     # XLA and kernels take turns, each time with all that can run: under `zero1` a
     # kernel computes what devices send, and another one reads what they got.
-    waiting = _needed(program, partition, parts)
+    waiting = _needed(program, partition, parts, values)
     # All norms of a step run together, out of their order: each is needed by what waits
     # for all of them anyway. Not on several devices: XLA would send whole arrays to add
     # them up together.
@@ -59,7 +66,7 @@ def run_partition(
             later, done = [], [part for part in every if part.outputs[0] in values]
             waiting = [
                 eqn
-                for eqn in _needed(program, partition, done)
+                for eqn in _needed(program, partition, done, values)
                 if any(v not in values for v in eqn.outvars)
             ]
         parts = later
@@ -71,12 +78,15 @@ def run_partition(
 
 
 def _needed(
-    program: jex_core.Jaxpr, partition: Partition, parts: Sequence[Part]
+    program: jex_core.Jaxpr,
+    partition: Partition,
+    parts: Sequence[Part],
+    values: Mapping[Var, Any],
 ) -> list[JaxprEqn]:
     """Return the equations that XLA runs, in order: all that parts or results need, and
     all that print.
     """
-    given = {v for part in parts for v in part.outputs}
+    given = {v for part in parts for v in part.outputs} | {*values}
     wanted = {v for part in parts for v in (*part.arrays, *part.scalars)}
     wanted |= {
         v
@@ -94,6 +104,20 @@ def _needed(
                 v
                 for v in eqn.invars
                 if not is_literal(v) and partition.resolved(v) not in sent
+            )
+    return found[::-1]
+
+
+def needed_equations(
+    program: jex_core.Jaxpr, wanted: Sequence[Var], values: Mapping[Var, Any]
+) -> list[JaxprEqn]:
+    """Return the equations that compute some values from others."""
+    missing, found = {v for v in wanted if v not in values}, []
+    for eqn in reversed(program.eqns):
+        if missing.intersection(eqn.outvars):
+            found.append(eqn)
+            missing.update(
+                v for v in eqn.invars if not is_literal(v) and v not in values
             )
     return found[::-1]
 
@@ -140,6 +164,30 @@ def _run_part(
         else:
             results = sharded(part, compute, *operands)
     return dict(zip(part.outputs, results, strict=True))
+
+
+def run_slice(
+    part: Part,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    interpret: bool,
+    in_kernel: bool,
+    *operands: jax.Array,
+) -> list[jax.Array]:
+    """Return the outputs of a part on a slice of the leaf, from such a slice of its
+    arrays and then its scalars; `outputs` are their shapes.
+    """
+    shapes = [x.shape for x in outputs]
+    if part.block == 1:  # in the shape that it has, which XLA can divide
+        run = functools.partial(run_part, part._replace(width=shapes[0][-1]))
+        return _on_rows(part._replace(width=shapes[0][-1]), run, shapes, *operands)
+    how = functools.partial(in_a_kernel, part, {}, interpret)
+    run = jax.jit(how) if in_kernel else functools.partial(run_part, part)
+    compute = functools.partial(_on_rows, part, run)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return compute(shapes, *operands)
+    arrays = operands[: len(part.arrays)]
+    here = [[jex_core.Var(jax.typeof(x)) for x in xs] for xs in (arrays, outputs)]
+    return sharded(part._replace(arrays=here[0], outputs=here[1]), compute, *operands)
 
 
 def _on_rows(

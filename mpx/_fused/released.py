@@ -1,0 +1,285 @@
+"""Run the step of a leaf in the turn of a loop that makes its gradient.
+
+The transpose of a `scan` over layers is a scan whose results are the gradients of all
+layers. Often nothing reads such a stack but the step of its own leaf, which works
+element by element, or in blocks inside of a layer. Then the loop carries parameter and
+state of the leaf, in place, and each turn computes the gradient of its layer, runs the
+step on this slice, and writes it back. No gradient of all layers exists.
+
+What all elements share (counts, schedules, keys) is computed before the loop, so it
+must not depend on a gradient. With a norm of all gradients, or a step that may be
+skipped, gradients are kept.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex_core
+from jax.extend.core import JaxprEqn
+
+from mpx._fused.fused_update import run_by
+from mpx._fused.partition import Part, Partition, Var, size_of
+from mpx._fused.schedule import run_slice
+from mpx._jaxprs import Graph, closed_jaxpr, is_literal, scan_counts, with_source_of
+from mpx._primitives import facts_of
+
+NO_LOOP = "no loop over layers makes its gradient"
+READ_ELSEWHERE = "something else reads its gradient"
+NEEDS_GRADIENTS = "its step needs other gradients first, for a norm or a skip"
+Values = dict[Var, Any]
+# Runs a function of arrays under automatic axes; its results have these shardings.
+Place = Callable[[Callable[..., Any], Sequence[Any]], Callable[..., Any]]
+
+
+class Stack(NamedTuple):
+    """The gradients of all layers, as a loop returns them."""
+
+    loop: JaxprEqn
+    result: Var  # of the loop
+    tail: list[JaxprEqn]  # makes the gradient of it, element by element
+
+    @property
+    def factors(self) -> list[Var]:
+        """Return the numbers that the tail needs beside the stack."""
+        made = {self.result, *(v for eqn in self.tail for v in eqn.outvars)}
+        read = [v for eqn in self.tail for v in eqn.invars if not is_literal(v)]
+        return [v for v in read if v not in made]
+
+
+class Released(NamedTuple):
+    """A leaf whose step runs in a loop."""
+
+    stack: Stack
+    source: Var  # the stack, in the program of the update
+    part: Part  # of that program
+    has_kernel: bool
+
+
+def find_stack(graph: Graph, gradient: Any) -> Stack | str:
+    """Return the stack behind a gradient, or why there is none."""
+    v: Any = gradient
+    tail: list[JaxprEqn] = []
+    while (eqn := graph.maker(v)) is not None:
+        if len(graph.readers(v)) > 1:
+            return READ_ELSEWHERE
+        if eqn.primitive.name == "scan":
+            is_stacked = eqn.outvars.index(v) >= scan_counts(eqn)[1]
+            return Stack(eqn, v, tail[::-1]) if is_stacked else NO_LOOP
+        arrays = [x for x in eqn.invars if not is_literal(x) and size_of(x) > 1]
+        if len(arrays) != 1 or not facts_of(eqn).elementwise:
+            return NO_LOOP
+        tail.append(eqn)
+        (v,) = arrays
+    return NO_LOOP
+
+
+def find_released(
+    graph: Graph,
+    program: jex_core.Jaxpr,
+    partition: Partition,
+    stacks: Sequence[Stack | str],
+) -> list[Released | str]:
+    """Return, for each leaf, how it is released, or why its gradient is kept.
+
+    `graph` is that of the gradients. `program` is the update; its first inputs are what
+    the gradients are made of.
+    """
+    update, sources = Graph(program), program.invars[: len(stacks)]
+
+    def behind(values: Iterable[Any], but: Iterable[Var] = ()) -> set[Var]:
+        but = {*but}
+        return {*update.behind(values, lambda v: v not in but, partition.resolved)}
+
+    def released(stack: Stack | str, source: Var) -> Released | str:
+        if isinstance(stack, str):
+            return stack
+        leaf = next(
+            (x for x in partition.leaves if source in behind(x.outputs, x.inputs)), None
+        )
+        if leaf is None:
+            return READ_ELSEWHERE
+        if leaf.rows is None:
+            return leaf.reason
+        part, length = leaf.rows, stack.loop.params["length"]
+        others = [v for v in part.arrays if v is not source]
+        if behind([*part.scalars, *others]) & {*sources}:
+            return NEEDS_GRADIENTS
+        rest = {*map(partition.resolved, program.outvars)} - {*part.outputs}
+        if source in behind(rest, part.outputs):
+            return READ_ELSEWHERE
+        sizes = [size_of(v) for v in (*part.arrays, *part.outputs)]
+        if any(n % length for n in sizes) or part.size // length % part.block:
+            return "its blocks reach over layers"
+        if any(graph.number(v) > graph.number(stack.result) for v in stack.factors):
+            return "a number that is known later multiplies its gradient"
+        # XLA makes one kernel of a step without blocks, where the arrays lie.
+        has_kernel = leaf.part is not None and part.block > 1
+        return Released(stack, source, part, has_kernel)
+
+    return [released(*pair) for pair in zip(stacks, sources, strict=True)]
+
+
+class Loop:
+    """A loop over layers in which some leaves are released.
+
+    `in_place` has the new array that is written over an old one, in the program of the
+    update. `of_params` has the parameter of that program for that of the gradients.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        leaves: Sequence[Released],
+        in_place: Mapping[Var, Var],
+        of_params: Mapping[Var, Var],
+    ):
+        self._leaves = leaves
+        eqn = self._eqn = leaves[0].stack.loop
+        self._length: int = eqn.params["length"]
+        self._reads = sum(scan_counts(eqn))  # the first operand that is cut into layers
+        released = {leaf.stack.result for leaf in leaves}
+        # What it still returns of each layer.
+        self._kept = [
+            i
+            for i, v in enumerate(eqn.outvars)
+            if i >= scan_counts(eqn)[1] and v not in released
+        ]
+        self._outputs = [v for leaf in leaves for v in leaf.part.outputs]
+        # By old arrays.
+        self._new = {x: v for x, v in in_place.items() if v in self._outputs}
+        self._weights = [
+            _weight(graph, of_params, self._new, v) for v in eqn.invars[self._reads :]
+        ]
+
+    @property
+    def needed(self) -> list[Var]:
+        """Return what the update must have computed before."""
+        sources = {leaf.source for leaf in self._leaves}
+        read = [v for x in self._leaves for v in (*x.part.scalars, *x.part.arrays)]
+        return [v for v in (*read, *self._new) if v not in sources]
+
+    def run(
+        self, of_grads: Values, of_update: Values, interpret: bool, place: Place
+    ) -> None:
+        """Run the loop, and add its results to the values of both programs."""
+        eqn, (consts, carries) = self._eqn, scan_counts(self._eqn)
+        reads: list[Any] = eqn.invars
+        operands = [v.val if is_literal(v) else of_grads[v] for v in reads]
+        old = {v: x for x, v in self._new.items()}
+        carried = [
+            of_update[old[v]] if v in old else jnp.zeros(v.aval.shape, v.aval.dtype)
+            for v in self._outputs
+        ]
+        read = [v for v in self.needed if size_of(v) > 1 and v not in self._new]
+        body = jex_core.jaxpr_as_fun(closed_jaxpr(eqn.params["jaxpr"]))
+        places = {x.source: eqn.outvars.index(x.stack.result) for x in self._leaves}
+
+        def turn(state, now):
+            (inner, carried), (index, given, others) = state, now
+            layers = dict(zip(self._outputs, carried, strict=True))
+            known = dict(zip(read, others, strict=True)) | {
+                x: lax.dynamic_index_in_dim(layers[v], index, keepdims=False)
+                for x, v in self._new.items()
+            }
+            xs = [
+                x if weight is None else weight.of(known)
+                for weight, x in zip(self._weights, given, strict=True)
+            ]
+            made = body(*operands[:consts], *inner, *xs)
+            known |= {source: made[i] for source, i in places.items()}
+            for leaf in self._leaves:
+                slices = self._step(leaf, layers, known, of_update, interpret, place)
+                for v, x in zip(leaf.part.outputs, slices, strict=True):
+                    layers[v] = lax.dynamic_update_index_in_dim(layers[v], x, index, 0)
+            kept = [made[i] for i in self._kept]
+            return (made[:carries], list(layers.values())), kept
+
+        given = [
+            x if weight is None else None
+            for weight, x in zip(self._weights, operands[self._reads :], strict=True)
+        ]
+        stacks = [self._layers(x) for x in (*carried, *(of_update[v] for v in read))]
+        with with_source_of(eqn):
+            (inner, carried), kept = lax.scan(
+                turn,
+                (operands[consts : self._reads], stacks[: len(carried)]),
+                (jnp.arange(self._length), given, stacks[len(carried) :]),
+                reverse=eqn.params["reverse"],
+                unroll=eqn.params["unroll"],
+            )
+        of_grads |= zip(eqn.outvars[:carries], inner, strict=True)
+        of_grads |= {eqn.outvars[i]: x for i, x in zip(self._kept, kept, strict=True)}
+        of_update |= {
+            v: x.reshape(v.aval.shape)
+            for v, x in zip(self._outputs, carried, strict=True)
+        }
+
+    def _layers(self, x: jax.Array) -> jax.Array:
+        """View an array as one slice a layer."""
+        return x if x.shape[:1] == (self._length,) else x.reshape(self._length, -1)
+
+    def _step(
+        self,
+        leaf: Released,
+        layers: Values,
+        known: Values,
+        of_update: Values,
+        interpret: bool,
+        place: Place,
+    ) -> list[jax.Array]:
+        """Return the new slices of a leaf."""
+        part = leaf.part
+        shapes = [
+            jax.ShapeDtypeStruct(layers[v].shape[1:], v.aval.dtype)
+            for v in part.outputs
+        ]
+        run = functools.partial(run_slice, part, shapes, interpret)
+        by_kernel, by_xla = (functools.partial(run, how) for how in (True, False))
+
+        def compute(*operands):
+            if not leaf.has_kernel:
+                return by_xla(*operands)
+            return run_by(by_kernel, by_xla, interpret, *operands)
+
+        scalars = [of_update[v].reshape(()) for v in part.scalars]
+        like = [layers[v] for v in part.outputs]
+        return place(compute, like)(*[known[v] for v in part.arrays], *scalars)
+
+
+class _Weight(NamedTuple):
+    """What a loop reads of each layer, made of a parameter that is carried."""
+
+    parameter: Var  # of the update
+    shape: tuple[int, ...]  # of a layer
+    eqns: list[JaxprEqn]  # convert it, element by element
+
+    def of(self, slices: Values) -> jax.Array:
+        """Return what the body reads."""
+        x = slices[self.parameter].reshape(self.shape)
+        for eqn in self.eqns:
+            # A sharding has the axes of the whole stack.
+            params = eqn.params | dict.fromkeys(eqn.params.keys() & {"sharding"})
+            x = eqn.primitive.bind(x, **params)
+        return x
+
+
+def _weight(
+    graph: Graph, of_params: Mapping[Var, Var], carried: Mapping[Var, Var], v: Any
+) -> _Weight | None:
+    """Return how a loop's operand is made of a parameter that is carried; None if it is
+    not.
+
+    Then it must come from what is carried: else the old parameter would be kept too.
+    """
+    shape, eqns = v.aval.shape[1:], []
+    while (eqn := graph.maker(v)) is not None:
+        if len(eqn.invars) != 1 or not facts_of(eqn).elementwise:
+            return None
+        eqns.append(eqn)
+        (v,) = eqn.invars
+    parameter = None if is_literal(v) else of_params.get(v)
+    return _Weight(parameter, shape, eqns[::-1]) if parameter in carried else None

@@ -1,0 +1,355 @@
+"""`train_step`: loss, gradients and update in one program that keeps no tree of
+gradients.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from mpx import _trees
+from mpx._dtypes import bytes_of
+from mpx._fused.fused_update import FusedUpdate, fused_update, in_place_of, run_by
+from mpx._fused.partition import Partition
+from mpx._fused.released import Loop, Released, Stack, find_released, find_stack
+from mpx._fused.schedule import needed_equations, run_partition
+from mpx._gradients import value_and_grad
+from mpx._jaxprs import Graph, is_literal, run_equations, traced_flat
+from mpx._shardings import as_in_auto, explicit_sharding, in_auto
+from mpx._tables import Result, Table, shown, unit_for
+from mpx._transforms.loss_scaling import get_loss_scale
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    argnums: int = 0,
+    grad_dtype: DTypeLike | Literal["as_computed"] | None = "as_computed",
+    interpret: bool = False,
+) -> "TrainStep":
+    """Compute the loss, its gradients and the step of an optimizer, without ever
+    holding the gradients of all layers.
+
+    It is `value_and_grad` with the loss scale of the state, and `fused_update`. Where
+    layers are a `jax.lax.scan`, its backward pass makes the gradients of one layer
+    after another. If nothing else needs them together, the step of a layer runs there:
+    parameters and state are written in place, and a gradient lives as long as its
+    layer. `plan` says for which leaves, and why not for others. Layers that are not in
+    a loop need none of this: XLA frees each gradient when it is used.
+
+    Gradients of all leaves are kept for what needs them together: clipping by the
+    global norm, a dynamic loss scale (a step is skipped as a whole), accumulation. So
+    are those of leaves that the optimizer does not treat element by element, or in
+    blocks inside of a layer.
+
+    Args:
+        loss_fn: a function of parameters and other arguments that returns a scalar
+            loss, or `(loss, aux)` if `has_aux`; one of `autocast`, or any other.
+        tx: any Optax transformation.
+        has_aux: whether `loss_fn` returns a pair.
+        argnums: which argument of `loss_fn` the parameters are.
+        grad_dtype: as in `value_and_grad`.
+        interpret: whether to run kernels without a GPU, as in `fused_update`.
+
+    Returns:
+        A function `step(params, opt_state, *batch)` that returns the new parameters,
+        the new state, the loss, and what else `loss_fn` returned. Call it inside
+        `jax.jit` and donate parameters and state. Results have the bits of
+        `value_and_grad` and `fused_update` in the same program, unless XLA contracts
+        products and sums otherwise.
+
+    Example:
+        >>> def loss_fn(params, x):
+        ...     layer = lambda x, w: (jnp.tanh(x @ w), None)
+        ...     return jax.lax.scan(layer, x, params["layers"])[0].sum()
+        >>> params = {"layers": jnp.ones((3, 4, 4))}
+        >>> tx = optax.adamw(1e-3)
+        >>> step = train_step(loss_fn, tx)
+        >>> train = jax.jit(step, donate_argnums=(0, 1))
+        >>> print(step.plan(params, tx.init(params), jnp.ones((2, 4))))
+        leaf    gradient, bytes  kept
+        layers              192  never whole
+        >>> params, opt_state, loss = train(params, tx.init(params), jnp.ones((2, 4)))
+
+    References:
+        Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with
+        Limited Resources" (arXiv 2306.09782), for the update inside of the backward
+        pass.
+    """
+    update = fused_update(tx, interpret=interpret)
+    return TrainStep(loss_fn, update, has_aux, argnums, grad_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """Computes a training step; `train_step` returns it."""
+
+    loss_fn: Callable[..., Any]
+    update: FusedUpdate
+    has_aux: bool
+    argnums: int
+    grad_dtype: Any
+
+    def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
+        """Return the new parameters, the new state, the loss, and what else the
+        function returned.
+        """
+        return _Programs(self, params, opt_state, batch).run()
+
+    def plan(self, params: Any, opt_state: Any, *batch: Any) -> "TrainPlan":
+        """Return for each leaf whether its gradient is ever whole.
+
+        Args:
+            params: the parameters, or their shapes.
+            opt_state: the state of the optimizer, or its shapes.
+            batch: what else the loss is computed from, or its shapes.
+        """
+        programs = _Programs(self, params, opt_state, batch)
+        rows = [
+            TrainRow(
+                path,
+                bytes_of(v.aval.dtype, v.aval.size),
+                "" if isinstance(x, Released) else x,
+            )
+            for path, x, v in zip(
+                _trees.path_names(params).values(),
+                programs.released,
+                programs.gradients,
+                strict=True,
+            )
+        ]
+        return TrainPlan(tuple(rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainRow:
+    """Says what becomes of the gradient of one leaf.
+
+    Attributes:
+        path: the path of the parameter.
+        bytes: those of its gradient.
+        reason: why the gradient is ever whole; empty if it is not.
+    """
+
+    path: str
+    bytes: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainPlan(Result):
+    """Says what becomes of each gradient; prints as a table."""
+
+    rows: tuple[TrainRow, ...]
+
+    def _parts(self) -> Iterable[Table | str]:
+        unit = unit_for([row.bytes for row in self.rows])
+        lines = [
+            (row.path, shown(row.bytes, unit), row.reason or "never whole")
+            for row in self.rows
+        ]
+        header = ("leaf", f"gradient, {unit[0]}", "kept")
+        return [Table("", (header, *lines), right=(1,))]
+
+
+class _Programs:
+    """The programs of gradients and update, and which leaves are released."""
+
+    def __init__(self, step: TrainStep, params: Any, opt_state: Any, batch: Any):
+        self._interpret = step.update.interpret
+        arrays, put = _trees.partition_leaves(batch, _trees.is_array)
+        given = jax.tree.leaves(params), jax.tree.leaves(opt_state)
+        counts = self._counts = tuple(map(len, given))
+        structure = jax.tree.structure(params)
+        self._mesh = _explicit_mesh(params)
+
+        def gradients(params, opt_state, arrays):
+            args = list(put(arrays))
+            args.insert(step.argnums, params)
+            value, grads = value_and_grad(
+                step.loss_fn,
+                get_loss_scale(opt_state),
+                argnums=step.argnums,
+                has_aux=step.has_aux,
+                grad_dtype=step.grad_dtype,
+            )(*args)
+            return jax.tree.leaves(grads), value
+
+        program, self._of_grads, self._results, _ = traced_flat(
+            gradients, (params, opt_state, arrays)
+        )
+        live = needed_equations(program, program.outvars, {})
+        self._program = program.replace(eqns=live)
+        graph = Graph(self._program)
+        self.gradients: list[Any] = program.outvars[: counts[0]]
+        self._stacks = [find_stack(graph, v) for v in self.gradients]
+        # What gradients are made of in the program of the update.
+        self._sources = [
+            x.result if isinstance(x, Stack) else v
+            for x, v in zip(self._stacks, self.gradients, strict=True)
+        ]
+        found = [x for x in self._stacks if isinstance(x, Stack)]
+        self._factors = list(dict.fromkeys(v for x in found for v in x.factors))
+
+        def update(sources, factors, opt_state, params):
+            grads = self._finished(sources, factors)
+            updates, new = step.update.tx.update(
+                jax.tree.unflatten(structure, grads), opt_state, params
+            )
+            return optax.apply_updates(params, updates), new
+
+        made = self._sources, self._factors
+        state = opt_state, params
+        # With their shardings, of explicit axes.
+        typed = [[_shape_of(v) for v in vs] for vs in made]
+        self._shapes = lambda: jax.tree.leaves(jax.eval_shape(update, *typed, *state))
+        with as_in_auto(params):
+            self._update, self._of_update, self._tree, calls = traced_flat(
+                update, jax.tree.map(_unplaced, (*typed, *state))
+            )
+        self._partition = Partition(self._update, calls)
+        self._in_place = in_place_of(self._update, self._partition, *counts)
+        self.released = find_released(
+            graph, self._update, self._partition, self._stacks
+        )
+        inputs = self._update.invars
+        self._of_update |= zip(inputs[-sum(counts) :], given[1] + given[0], strict=True)
+        for v in inputs[: -sum(counts)]:
+            del self._of_update[v]
+        of_params = dict(zip(program.invars, inputs[-counts[0] :], strict=False))
+        self._loops = {
+            id(eqn): Loop(graph, leaves, self._in_place, of_params)
+            for eqn in live
+            if (leaves := [x for x in self._gone if x.stack.loop is eqn])
+        }
+
+    @property
+    def _gone(self) -> list[Released]:
+        return [x for x in self.released if isinstance(x, Released)]
+
+    def _finished(self, sources: list[Any], factors: list[Any]) -> list[Any]:
+        """Return gradients, from what they are made of."""
+        grads = []
+        for source, v, x in zip(sources, self.gradients, self._stacks, strict=True):
+            if isinstance(x, Stack):
+                values = dict(zip(self._factors, factors, strict=True))
+                values[x.result] = source
+                run_equations(self._program, x.tail, values)
+                source = values[v]
+            grads.append(source)
+        return grads
+
+    def run(self) -> tuple[Any, ...]:
+        """Return the results of the step."""
+        of_grads, of_update = self._of_grads, self._of_update
+        tails = {id(eqn) for x in self._gone for eqn in x.stack.tail}
+        factors = self._update.invars[len(self._sources) :]
+        waiting: list[Any] = []
+
+        def catch_up():
+            run_equations(self._program, waiting, of_grads)
+            waiting.clear()
+            pairs = zip(factors, self._factors, strict=False)
+            of_update.update({v: of_grads[x] for v, x in pairs if x in of_grads})
+
+        for eqn in self._program.eqns:
+            if loop := self._loops.get(id(eqn)):
+                catch_up()
+                self._compute(loop.needed)
+                loop.run(of_grads, of_update, self._interpret, self._placed_like)
+            elif id(eqn) not in tails:
+                waiting.append(eqn)
+        catch_up()
+
+        def value(v):
+            return v.val if is_literal(v) else of_grads[v]
+
+        for v, source, x in zip(
+            self._update.invars, self._sources, self.released, strict=False
+        ):
+            if not isinstance(x, Released):
+                of_update[v] = value(source)
+        new = jax.tree.unflatten(self._tree, self._rest())
+        rest = map(value, self._program.outvars[self._counts[0] :])
+        _, outcome = jax.tree.unflatten(self._results, [*self.gradients, *rest])
+        return *new, *(outcome if isinstance(outcome, tuple) else (outcome,))
+
+    def _compute(self, wanted: Iterable[Any]) -> None:
+        """Add values of the update that depend on no gradient."""
+        missing = [v for v in dict.fromkeys(wanted) if v not in self._of_update]
+        eqns = needed_equations(self._update, missing, self._of_update)
+
+        def compute(values):
+            values = dict(zip(known, values, strict=True))
+            run_equations(self._update, eqns, values)
+            return [values[v] for v in missing]
+
+        known = list(self._of_update)
+        run = self._placed(compute, [PartitionSpec()] * len(missing))
+        values = [self._of_update[v] for v in known]
+        self._of_update |= zip(missing, run(values), strict=True)
+
+    def _rest(self) -> list[Any]:
+        """Return the results of the update, from gradients and what loops computed."""
+        known = list(self._of_update)
+
+        def compute(has_kernels, values):
+            return run_partition(
+                self._update,
+                dict(zip(known, values, strict=True)),
+                self._partition,
+                self._in_place,
+                self._interpret,
+                has_kernels,
+            )
+
+        by_kernels, by_xla = (functools.partial(compute, x) for x in (True, False))
+        run = functools.partial(run_by, by_kernels, by_xla, self._interpret)
+        shapes = [] if self._mesh is None else self._shapes()
+        specs = [x.sharding.spec if x.sharding else PartitionSpec() for x in shapes]
+        return self._placed(run, specs)([self._of_update[v] for v in known])
+
+    def _placed_like(
+        self, function: Callable[..., Any], stacks: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Let XLA place the arrays inside a function, whose results are slices."""
+        specs = (
+            []
+            if self._mesh is None
+            else [jax.typeof(x).sharding.spec[1:] for x in stacks]
+        )
+        return self._placed(function, [PartitionSpec(*spec) for spec in specs])
+
+    def _placed(
+        self, function: Callable[..., Any], specs: list[PartitionSpec]
+    ) -> Callable[..., Any]:
+        if self._mesh is None:
+            return function
+        shardings = [NamedSharding(self._mesh, spec) for spec in specs]
+        return in_auto(function, self._mesh, shardings)
+
+
+def _shape_of(v: Any) -> jax.ShapeDtypeStruct:
+    sharding = v.aval.sharding
+    return jax.ShapeDtypeStruct(
+        v.aval.shape, v.aval.dtype, sharding=None if sharding.mesh.empty else sharding
+    )
+
+
+def _unplaced(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if _trees.is_array(x) else x
+
+
+def _explicit_mesh(params: Any) -> Any:
+    """Return the mesh of explicit axes that parameters are on; None if there is
+    none.
+    """
+    found = map(explicit_sharding, jax.tree.leaves(params))
+    return next((x.mesh for x in found if x is not None), None)
