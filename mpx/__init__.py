@@ -54,6 +54,9 @@ from mpx._stored.blockwise import Blockwise8bit as Blockwise8bit
 from mpx._stored.roles import register_state as register_state
 from mpx._stored.state_format import StateFormat as StateFormat
 from mpx._train_step import train_step as train_step
+from mpx._transforms.clip_by_predicted_norm import (
+    clip_by_predicted_norm as clip_by_predicted_norm,
+)
 from mpx._transforms.kahan_summation import kahan_summation as kahan_summation
 from mpx._transforms.loss_scaling import get_loss_scale as get_loss_scale
 from mpx._transforms.loss_scaling import loss_scaling as loss_scaling

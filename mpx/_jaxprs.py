@@ -103,8 +103,8 @@ class Graph:
         return None if is_literal(v) else self._makers.get(v, (-1, None))[1]
 
     def number(self, v: Any) -> int:
-        """Return the place of that equation in the program; -1 for an input."""
-        return self._makers.get(v, (-1, None))[0]
+        """Return the place of that equation in the program; -1 for no equation."""
+        return -1 if is_literal(v) else self._makers.get(v, (-1, None))[0]
 
     def behind(
         self,

@@ -16,7 +16,7 @@ from mpx import _trees
 from mpx._dtypes import bytes_of
 from mpx._fused.fused_update import FusedUpdate, fused_update, in_place_of, run_by
 from mpx._fused.partition import Partition
-from mpx._fused.released import Loop, Released, Stack, find_released, find_stack
+from mpx._fused.released import Loop, Released, Search, Stack, find_stack
 from mpx._fused.schedule import needed_equations, run_partition
 from mpx._gradients import value_and_grad
 from mpx._jaxprs import Graph, is_literal, run_equations, traced_flat
@@ -216,10 +216,11 @@ class _Programs:
             )
         self._partition = Partition(self._update, calls)
         self._in_place = in_place_of(self._update, self._partition, *counts)
-        self.released = find_released(
-            graph, self._update, self._partition, self._stacks
-        )
         inputs = self._update.invars
+        search = Search(graph, self._update, self._partition, self._sources)
+        self.released = [
+            search.released(*pair) for pair in zip(self._stacks, inputs, strict=False)
+        ]
         self._of_update |= zip(inputs[-sum(counts) :], given[1] + given[0], strict=True)
         for v in inputs[: -sum(counts)]:
             del self._of_update[v]
@@ -250,13 +251,13 @@ class _Programs:
         """Return the results of the step."""
         of_grads, of_update = self._of_grads, self._of_update
         tails = {id(eqn) for x in self._gone for eqn in x.stack.tail}
-        factors = self._update.invars[len(self._sources) :]
         waiting: list[Any] = []
 
         def catch_up():
             run_equations(self._program, waiting, of_grads)
             waiting.clear()
-            pairs = zip(factors, self._factors, strict=False)
+            given = [*self._sources, *self._factors]
+            pairs = zip(self._update.invars, given, strict=False)
             of_update.update({v: of_grads[x] for v, x in pairs if x in of_grads})
 
         for eqn in self._program.eqns:
@@ -319,16 +320,16 @@ class _Programs:
     def _placed_like(
         self, function: Callable[..., Any], stacks: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Let XLA place the arrays inside a function, whose results are slices."""
-        specs = (
-            []
-            if self._mesh is None
-            else [jax.typeof(x).sharding.spec[1:] for x in stacks]
-        )
+        """Let XLA place the arrays inside a function, whose results are slices of such
+        stacks.
+        """
+        if self._mesh is None:
+            return function
+        specs = [jax.typeof(x).sharding.spec[1:] for x in stacks]
         return self._placed(function, [PartitionSpec(*spec) for spec in specs])
 
     def _placed(
-        self, function: Callable[..., Any], specs: list[PartitionSpec]
+        self, function: Callable[..., Any], specs: Sequence[PartitionSpec]
     ) -> Callable[..., Any]:
         if self._mesh is None:
             return function

@@ -207,7 +207,7 @@ class Partition:
         return path[-1]
 
     def _as_leaf(self, outputs: list[Var], mixed: set[str]) -> Leaf:
-        part = self._part(outputs)
+        part = self.part_of(outputs)
         reason = self._why_not(part, mixed)
         is_whole = mixed or _has_longer_rows(part) or self._waits_for_itself(part)
         return Leaf(
@@ -218,7 +218,8 @@ class Partition:
             part.arrays,
         )
 
-    def _part(self, outputs: list[Var]) -> Part:
+    def part_of(self, outputs: list[Any]) -> Part:
+        """Return what computes some values of a leaf."""
         # The same order for all leaves.
         outputs = sorted(outputs, key=self._graph.number)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
@@ -24,6 +25,7 @@ from jax.extend.core import JaxprEqn
 from mpx._fused.fused_update import run_by
 from mpx._fused.partition import Part, Partition, Var, size_of
 from mpx._fused.schedule import run_slice
+from mpx._fused.totals import is_total
 from mpx._jaxprs import Graph, closed_jaxpr, is_literal, scan_counts, with_source_of
 from mpx._primitives import facts_of
 
@@ -31,7 +33,8 @@ NO_LOOP = "no loop over layers makes its gradient"
 READ_ELSEWHERE = "something else reads its gradient"
 NEEDS_GRADIENTS = "its step needs other gradients first, for a norm or a skip"
 Values = dict[Var, Any]
-# Runs a function of arrays under automatic axes; its results have these shardings.
+# Returns a function that runs under automatic axes, and whose results are slices of
+# such stacks.
 Place = Callable[[Callable[..., Any], Sequence[Any]], Callable[..., Any]]
 
 
@@ -50,12 +53,20 @@ class Stack(NamedTuple):
         return [v for v in read if v not in made]
 
 
+class Total(NamedTuple):
+    """A sum over all elements of a leaf, as for the norm of all gradients."""
+
+    result: Var  # of the update
+    part: Part  # computes what is added up
+
+
 class Released(NamedTuple):
     """A leaf whose step runs in a loop."""
 
     stack: Stack
     source: Var  # the stack, in the program of the update
     part: Part  # of that program
+    totals: list[Total]  # that are added up in the loop, too
     has_kernel: bool
 
 
@@ -77,50 +88,65 @@ def find_stack(graph: Graph, gradient: Any) -> Stack | str:
     return NO_LOOP
 
 
-def find_released(
-    graph: Graph,
-    program: jex_core.Jaxpr,
-    partition: Partition,
-    stacks: Sequence[Stack | str],
-) -> list[Released | str]:
-    """Return, for each leaf, how it is released, or why its gradient is kept.
+class Search:
+    """Looks for the leaves that loops can release.
 
     `graph` is that of the gradients. `program` is the update; its first inputs are what
-    the gradients are made of.
+    the gradients are `made_of`.
     """
-    update, sources = Graph(program), program.invars[: len(stacks)]
 
-    def behind(values: Iterable[Any], but: Iterable[Var] = ()) -> set[Var]:
-        but = {*but}
-        return {*update.behind(values, lambda v: v not in but, partition.resolved)}
+    def __init__(
+        self,
+        graph: Graph,
+        program: jex_core.Jaxpr,
+        partition: Partition,
+        made_of: Sequence[Any],
+    ):
+        self._graph, self._program, self._partition = graph, program, partition
+        self._update = Graph(program)
+        self._sources = dict(zip(program.invars, made_of, strict=False))
 
-    def released(stack: Stack | str, source: Var) -> Released | str:
+    def released(self, stack: Stack | str, source: Var) -> Released | str:
+        """Return how a leaf is released, or why its gradient is kept."""
         if isinstance(stack, str):
             return stack
-        leaf = next(
-            (x for x in partition.leaves if source in behind(x.outputs, x.inputs)), None
-        )
-        if leaf is None:
-            return READ_ELSEWHERE
-        if leaf.rows is None:
-            return leaf.reason
-        part, length = leaf.rows, stack.loop.params["length"]
+        leaves = self._partition.leaves
+        leaf = next((x for x in leaves if source in x.inputs), None)
+        if leaf is None or leaf.rows is None:
+            why = [x.reason for x in leaves if source in self._behind(x.outputs)]
+            return next(filter(None, why), READ_ELSEWHERE)
+        part, now = leaf.rows, self._graph.number(stack.result)
+        late = {v for v, x in self._sources.items() if self._graph.number(x) >= now}
         others = [v for v in part.arrays if v is not source]
-        if behind([*part.scalars, *others]) & {*sources}:
+        if self._behind([*part.scalars, *others]) & late:
             return NEEDS_GRADIENTS
-        rest = {*map(partition.resolved, program.outvars)} - {*part.outputs}
-        if source in behind(rest, part.outputs):
+        totals = self._totals(source)
+        done = {*part.outputs, *(total.result for total in totals)}
+        results = {*map(self._partition.resolved, self._program.outvars)}
+        if source in self._behind(results - done, done):
             return READ_ELSEWHERE
+        length = stack.loop.params["length"]
         sizes = [size_of(v) for v in (*part.arrays, *part.outputs)]
         if any(n % length for n in sizes) or part.size // length % part.block:
             return "its blocks reach over layers"
-        if any(graph.number(v) > graph.number(stack.result) for v in stack.factors):
+        if any(self._graph.number(v) > now for v in stack.factors):
             return "a number that is known later multiplies its gradient"
         # XLA makes one kernel of a step without blocks, where the arrays lie.
         has_kernel = leaf.part is not None and part.block > 1
-        return Released(stack, source, part, has_kernel)
+        return Released(stack, source, part, totals, has_kernel)
 
-    return [released(*pair) for pair in zip(stacks, sources, strict=True)]
+    def _behind(self, values: Iterable[Any], but: Iterable[Var] = ()) -> set[Var]:
+        but, through = {*but}, self._partition.resolved
+        return {*self._update.behind(values, lambda v: v not in but, through)}
+
+    def _totals(self, source: Var) -> list[Total]:
+        """Return the sums of what is computed from a gradient alone."""
+        found = []
+        for eqn in filter(is_total, self._program.eqns):
+            part = self._partition.part_of(eqn.invars)
+            if part.arrays == [source] and not part.scalars:
+                found.append(Total(eqn.outvars[0], part))
+        return found
 
 
 class Loop:
@@ -178,8 +204,10 @@ class Loop:
         body = jex_core.jaxpr_as_fun(closed_jaxpr(eqn.params["jaxpr"]))
         places = {x.source: eqn.outvars.index(x.stack.result) for x in self._leaves}
 
+        totals = [total for leaf in self._leaves for total in leaf.totals]
+
         def turn(state, now):
-            (inner, carried), (index, given, others) = state, now
+            (inner, carried, sums), (index, given, others) = state, now
             layers = dict(zip(self._outputs, carried, strict=True))
             known = dict(zip(read, others, strict=True)) | {
                 x: lax.dynamic_index_in_dim(layers[v], index, keepdims=False)
@@ -191,12 +219,17 @@ class Loop:
             ]
             made = body(*operands[:consts], *inner, *xs)
             known |= {source: made[i] for source, i in places.items()}
+            # Their slices have no axes, so they are on all devices.
+            more = place(functools.partial(_add_up, totals), sums)(
+                [known[total.part.arrays[0]] for total in totals]
+            )
+            sums = [x + y for x, y in zip(sums, more, strict=True)]
             for leaf in self._leaves:
                 slices = self._step(leaf, layers, known, of_update, interpret, place)
                 for v, x in zip(leaf.part.outputs, slices, strict=True):
                     layers[v] = lax.dynamic_update_index_in_dim(layers[v], x, index, 0)
             kept = [made[i] for i in self._kept]
-            return (made[:carries], list(layers.values())), kept
+            return (made[:carries], list(layers.values()), sums), kept
 
         given = [
             x if weight is None else None
@@ -204,13 +237,18 @@ class Loop:
         ]
         stacks = [self._layers(x) for x in (*carried, *(of_update[v] for v in read))]
         with with_source_of(eqn):
-            (inner, carried), kept = lax.scan(
+            (inner, carried, sums), kept = lax.scan(
                 turn,
-                (operands[consts : self._reads], stacks[: len(carried)]),
+                (
+                    operands[consts : self._reads],
+                    stacks[: len(carried)],
+                    [jnp.zeros((), v.aval.dtype) for v, _ in totals],
+                ),
                 (jnp.arange(self._length), given, stacks[len(carried) :]),
                 reverse=eqn.params["reverse"],
                 unroll=eqn.params["unroll"],
             )
+        of_update |= zip((v for v, _ in totals), sums, strict=True)
         of_grads |= zip(eqn.outvars[:carries], inner, strict=True)
         of_grads |= {eqn.outvars[i]: x for i, x in zip(self._kept, kept, strict=True)}
         of_update |= {
@@ -248,6 +286,16 @@ class Loop:
         scalars = [of_update[v].reshape(()) for v in part.scalars]
         like = [layers[v] for v in part.outputs]
         return place(compute, like)(*[known[v] for v in part.arrays], *scalars)
+
+
+def _add_up(totals: Sequence[Total], slices: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the sums over the slices of gradients."""
+    found = []
+    for total, x in zip(totals, slices, strict=True):
+        shape = jax.ShapeDtypeStruct(x.shape, np.float32)
+        (terms,) = run_slice(total.part, [shape], False, False, x)
+        found.append(jnp.sum(terms))
+    return found
 
 
 class _Weight(NamedTuple):

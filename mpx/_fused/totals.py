@@ -35,11 +35,12 @@ def find_totals(program: jex_core.Jaxpr, eqns: Sequence[Any]) -> list[Any]:
     return [
         eqn
         for eqn in eqns
-        if _is_total(eqn) and eqn.outvars[0] in added and uses[eqn.outvars[0]] == 1
+        if is_total(eqn) and eqn.outvars[0] in added and uses[eqn.outvars[0]] == 1
     ]
 
 
-def _is_total(eqn: Any) -> bool:
+def is_total(eqn: Any) -> bool:
+    """Return whether an equation adds up a whole float32 array."""
     if eqn.primitive.name != "reduce_sum":
         return False
     operand, result = (v.aval for v in (*eqn.invars, *eqn.outvars))

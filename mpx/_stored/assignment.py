@@ -103,11 +103,11 @@ def _matches(pattern: str, path: str, role: Role) -> bool:
     Only roles of several words count: a layer may be called `key` or `weights`.
     """
     return (pattern == role and " " in role) or re.search(
-        _whole(pattern), path
+        whole_components(pattern), path
     ) is not None
 
 
-def _whole(pattern: str) -> str:
+def whole_components(pattern: str) -> str:
     """Return the expression that matches whole components of a path."""
     return rf"(?:^|/)(?:{pattern})(?:/|$)"
 
@@ -131,7 +131,7 @@ def checked_patterns(given: Any) -> dict[str, StateFormat]:
                 " expression."
             )
         _errors.require_pattern(
-            _whole(pattern), f"`low_precision_state`: the pattern {pattern!r}"
+            whole_components(pattern), f"`low_precision_state`: the pattern {pattern!r}"
         )
     return {
         pattern: _checked_format(pattern, chosen) for pattern, chosen in given.items()
