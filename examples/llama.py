@@ -17,6 +17,8 @@ of weights and one `scan`. What makes a large one fit:
 - Each device keeps a part of every weight, and a layer gathers its own (FSDP). autocast
   gathers them in bfloat16.
 - Between the passes a layer keeps its input alone, in 8 bits if `Config.kept` says so.
+- AdamW's step of a layer runs where its gradient is made: no gradient of all layers
+  exists.
 - Attention is computed for one head of keys at a time, and logits for one part of each
   sequence.
 - A device looks up all tokens in its columns of the embedding: neither that nor its
@@ -226,12 +228,11 @@ def make_rule(
     rule: Literal["adamw", "muon"], learning_rate: float
 ) -> optax.GradientTransformation:
     """Return AdamW, or Muon on the matrices of the layers, each whole on one device,
-    and AdamW on all else.
+    and AdamW on all else. Gradients are clipped by a norm that needs few of them.
     """
+    clip = mpx.clip_by_predicted_norm(1.0, by="head|norm")
     if rule == "adamw":
-        return optax.chain(
-            optax.clip_by_global_norm(1.0), optax.adamw(learning_rate, weight_decay=0.1)
-        )
+        return optax.chain(clip, optax.adamw(learning_rate, weight_decay=0.1))
 
     muon = optax.chain(
         optax.trace(0.95, nesterov=True),
@@ -245,7 +246,7 @@ def make_rule(
     def rule_of(params: Any) -> Any:  # stacks of matrices are (depth, inputs, outputs)
         return jax.tree.map(lambda p: "muon" if p.ndim == 3 else "adam", params)
 
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.partition(rules, rule_of))
+    return optax.chain(clip, optax.partition(rules, rule_of))
 
 
 def as_large_as_adams(update: jax.Array) -> jax.Array:
@@ -271,17 +272,8 @@ def make_step(
         params = mpx.get_policy(recipe).cast_to_param(init_params(config, key))
         return params, tx.init(params)
 
-    @jax.jit(donate_argnums=(0, 1))
-    def step(
-        params: Any, opt_state: Any, tokens: jax.Array
-    ) -> tuple[Any, Any, jax.Array]:
-        value_and_grad = mpx.value_and_grad(
-            loss, mpx.get_loss_scale(opt_state), grad_dtype=grad_dtype
-        )
-        value, grads = value_and_grad(params, tokens)
-        return *mpx.fused_update(tx)(grads, opt_state, params), value
-
-    return start, step
+    step = mpx.train_step(loss, tx, grad_dtype=grad_dtype)
+    return start, jax.jit(step, donate_argnums=(0, 1))
 
 
 def step_and_arguments(

@@ -55,7 +55,7 @@ def clip_by_predicted_norm(
         >>> state = tx.init(grads)
         >>> for _ in range(2):  # by 3, then by 5
         ...     updates, state = tx.update(grads, state)
-        ...     print(f"{optax.global_norm(updates):.3f}")
+        ...     print(f"{optax.tree.norm(updates):.3f}")
         1.667
         1.000
     """
@@ -82,13 +82,13 @@ def clip_by_predicted_norm(
         return ClipByPredictedNormState(one, one)
 
     def update_fn(updates, state, params=None, **extra_args):
-        part = optax.global_norm(predicting(updates)).astype(np.float32)
+        part = optax.tree.norm(predicting(updates)).astype(np.float32)
         # Nothing is known of the whole where a part was zero.
         growth = part / jnp.where(state.part > 0, state.part, part)
         norm = jnp.where(state.part > 0, state.norm * growth, part)
         scale = jnp.where(norm > max_norm, max_norm / norm, np.float32(1))
         clipped = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
-        norm = optax.global_norm(updates).astype(np.float32)
+        norm = optax.tree.norm(updates).astype(np.float32)
         return clipped, ClipByPredictedNormState(norm, part)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
