@@ -7,10 +7,10 @@ fits, and what devices send.
     PYTHONPATH=. python -m benchmarks.llama --rules
 
 Nothing runs but in `measure`, for `benchmarks.on_gpu`: each figure is of a program that
-XLA makes (15 to 60 seconds on two cores). A step is loss, gradient, clipping by the global norm and fused AdamW of
-sequences of 4,096 tokens; weights, gradients and state are divided among all GPUs. A
-program fits if its peak takes at most `USABLE` of the memory: CUDA and NCCL need the
-rest.
+XLA makes (10 to 60 seconds on two cores). A step is `mpx.train_step`, of sequences of
+4,096 tokens: loss, gradient, clipping by a predicted norm, AdamW. Weights and state are
+divided among all GPUs. A program fits if its peak takes at most `USABLE` of the memory:
+CUDA and NCCL need the rest.
 
 - Sizes: of each case three programs, of 1, 4 and 8 sequences a GPU. The largest batch
   is on a line through two of them.
@@ -49,7 +49,7 @@ CASES = (
     ("405B", 64),
     ("405B", 512),
 )
-SMALL: Row = {"attention": "cudnn", "kept": mpx.Blockwise8bit(), "grad_dtype": "bf16"}
+SMALL: Row = {"attention": "cudnn", "kept": mpx.Blockwise8bit()}
 RECIPES: dict[str, Row] = {
     "f32": {},  # cuDNN's attention is for 16 bits
     "bf16-masters": {"attention": "cudnn"},
@@ -122,7 +122,7 @@ def measure(size: str, kept: bool, length: int) -> Row:
         kept=mpx.Blockwise8bit() if kept else None,
     )
     recipe = "bf16-split24-8bit"
-    start, step = llama.make_step(config, recipe, grad_dtype=SMALL["grad_dtype"])
+    start, step = llama.make_step(config, recipe)
     state: Any = jax.jit(start)(jax.random.key(0))
     tokens = jax.random.randint(
         jax.random.key(1), (1, length + 1), 0, config.vocabulary

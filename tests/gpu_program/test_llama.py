@@ -20,13 +20,9 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("target", "recipe", "options", "peak"),
     [
-        ("h200", "bf16-split24-8bit", {"grad_dtype": "float32"}, 83.6),
-        (
-            "h100",
-            "bf16-split24-4bit",
-            {"grad_dtype": "bf16", "attention": "cudnn"},
-            61.7,
-        ),
+        # While gradients of all layers were kept, 83.6 and 61.7.
+        ("h200", "bf16-split24-8bit", {"grad_dtype": "float32"}, 52.2),
+        ("h100", "bf16-split24-4bit", {"attention": "cudnn"}, 48.2),
     ],
 )
 def test_adamw_trains_seventy_billion_parameters_on_eight_gpus(
