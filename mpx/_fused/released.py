@@ -207,12 +207,18 @@ class Loop:
         totals = [total for leaf in self._leaves for total in leaf.totals]
 
         def turn(state, now):
-            (inner, carried, sums), (index, given, others) = state, now
+            (inner, carried, sums), (index, given, others, old) = state, now
             layers = dict(zip(self._outputs, carried, strict=True))
-            known = dict(zip(read, others, strict=True)) | {
-                x: lax.dynamic_index_in_dim(layers[v], index, keepdims=False)
-                for x, v in self._new.items()
-            }
+            now_carried = [
+                lax.dynamic_index_in_dim(layers[v], index, keepdims=False)
+                for v in self._new.values()
+            ]
+            # XLA for CPUs copies a whole array that it reads and writes in one turn, so
+            # it reads what the array was before the loop.
+            slices = lax.platform_dependent(
+                now_carried, old, cpu=lambda _, old: old, default=lambda now, _: now
+            )
+            known = dict(zip((*read, *self._new), (*others, *slices), strict=True))
             xs = [
                 x if weight is None else weight.of(known)
                 for weight, x in zip(self._weights, given, strict=True)
@@ -244,7 +250,12 @@ class Loop:
                     stacks[: len(carried)],
                     [jnp.zeros((), v.aval.dtype) for v, _ in totals],
                 ),
-                (jnp.arange(self._length), given, stacks[len(carried) :]),
+                (
+                    jnp.arange(self._length),
+                    given,
+                    stacks[len(carried) :],
+                    [self._layers(of_update[x]) for x in self._new],
+                ),
                 reverse=eqn.params["reverse"],
                 unroll=eqn.params["unroll"],
             )

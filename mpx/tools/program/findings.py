@@ -176,6 +176,7 @@ def findings_of(
         gathers_of_states,
         beyond_the_memory,
         gathered_weights_that_are_kept,
+        gradients_of_all_layers,
     ]
     if is_donation_known:
         finders.insert(1, of_donation)
@@ -470,6 +471,30 @@ def gathered_weights_that_are_kept(step: CompiledStep) -> Iterator[Finding]:
             size,
             _GATHER_AGAIN,
             kept[0].maker.source,
+        )
+
+
+def gradients_of_all_layers(step: CompiledStep) -> Iterator[Finding]:
+    """Yield gradients of all layers, which the loop of a backward pass writes one by
+    one, and which are held at the peak.
+    """
+    writers = step.memory.writers
+    kept = [
+        x
+        for x in step.memory.peak
+        if x in writers
+        and _BACKWARD in writers[x].name
+        and x.maker.op != "parameter"
+        and step.has_shape_of_weight(x.shape)
+    ]
+    size = sum(x.shape.bytes for x in kept)
+    if size > step.least_bytes:
+        yield Finding(
+            f"Gradients of all layers are kept for the optimizer ({len(kept)})",
+            size,
+            "`mpx.train_step` runs the step of a layer where its gradient is made. Its"
+            " `plan` says what it cannot do so.",
+            writers[kept[0]].source,
         )
 
 
