@@ -12,17 +12,22 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from mpx import _trees
+from mpx import _errors, _trees
 from mpx._dtypes import bytes_of
 from mpx._fused.fused_update import FusedUpdate, fused_update, in_place_of, run_by
 from mpx._fused.partition import Partition
-from mpx._fused.released import Loop, Released, Search, Stack, find_stack
+from mpx._fused.released import Loop, Released, Search, Stack, bound, find_stack
 from mpx._fused.schedule import needed_equations, run_partition
 from mpx._gradients import value_and_grad
 from mpx._jaxprs import Graph, is_literal, run_equations, traced_flat
 from mpx._shardings import as_in_auto, explicit_sharding, in_auto
 from mpx._tables import Result, Table, shown, unit_for
 from mpx._transforms.loss_scaling import get_loss_scale
+
+_NO_DERIVATIVE = (
+    "`train_step` cannot be differentiated. To differentiate through a training step,"
+    " call `value_and_grad`, `tx.update` and `optax.apply_updates`."
+)
 
 
 def train_step(
@@ -63,7 +68,10 @@ def train_step(
         the new state, the loss, and what else `loss_fn` returned. Call it inside
         `jax.jit` and donate parameters and state. Results have the bits of
         `value_and_grad` and `fused_update` in the same program, unless XLA contracts
-        products and sums otherwise.
+        products and sums otherwise. It is not differentiable.
+
+    Raises:
+        TypeError: if the step is differentiated.
 
     Example:
         >>> def loss_fn(params, x):
@@ -101,7 +109,8 @@ class TrainStep:
         """Return the new parameters, the new state, the loss, and what else the
         function returned.
         """
-        return _Programs(self, params, opt_state, batch).run()
+        given = _errors.not_differentiable((params, opt_state, batch), _NO_DERIVATIVE)
+        return _Programs(self, *given).run()
 
     def plan(self, params: Any, opt_state: Any, *batch: Any) -> "TrainPlan":
         """Return for each leaf whether its gradient is ever whole.
@@ -242,7 +251,9 @@ class _Programs:
             if isinstance(x, Stack):
                 values = dict(zip(self._factors, factors, strict=True))
                 values[x.result] = source
-                run_equations(self._program, x.tail, values)
+                for eqn in x.tail:
+                    read = [u.val if is_literal(u) else values[u] for u in eqn.invars]
+                    values[eqn.outvars[0]] = bound(eqn, *read)
                 source = values[v]
             grads.append(source)
         return grads

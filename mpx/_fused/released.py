@@ -299,6 +299,14 @@ class Loop:
         return place(compute, like)(*[known[v] for v in part.arrays], *scalars)
 
 
+def bound(eqn: JaxprEqn, *operands: Any) -> Any:
+    """Run what works element by element on slices, or under other axes: a sharding has
+    the axes of the whole stack.
+    """
+    params = eqn.params | dict.fromkeys(eqn.params.keys() & {"sharding"})
+    return eqn.primitive.bind(*operands, **params)
+
+
 def _add_up(totals: Sequence[Total], slices: Sequence[jax.Array]) -> list[jax.Array]:
     """Return the sums over the slices of gradients."""
     found = []
@@ -320,9 +328,7 @@ class _Weight(NamedTuple):
         """Return what the body reads."""
         x = slices[self.parameter].reshape(self.shape)
         for eqn in self.eqns:
-            # A sharding has the axes of the whole stack.
-            params = eqn.params | dict.fromkeys(eqn.params.keys() & {"sharding"})
-            x = eqn.primitive.bind(x, **params)
+            x = bound(eqn, x)
         return x
 
 
