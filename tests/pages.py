@@ -121,9 +121,14 @@ def jits_of_training_steps(code):
     wrapped = [
         ast.unparse(node)
         for node in calls
-        if is_step(ast.unparse(node.args[0]).split(".")[-1])
+        if is_step(_name_of(node.args[0]))
     ]
     return [text for text in decorators + wrapped if re.match(r"[\w.]*jit\b", text)]
+
+
+def _name_of(node):
+    """Return the last name of an expression, or that of a function that is called."""
+    return ast.unparse(node.func if isinstance(node, ast.Call) else node).split(".")[-1]
 
 
 def check_training_steps(code, names):

@@ -187,6 +187,10 @@ def test_what_is_wrong_in_a_page_is_seen(right, wrong, said):
         ),
         ("jax.jit(self.train_step)", "jax.jit(self.train_step, donate_argnums=0)"),
         (
+            "jax.jit(mpx.train_step(f, tx))",
+            "jax.jit(mpx.train_step(f, tx), donate_argnums=0)",
+        ),
+        (
             "@jax.jit\ndef f(x): optax.apply_updates(x)",
             "@jax.jit(donate_argnums=0)\ndef f(x): optax.apply_updates(x)",
         ),
