@@ -268,17 +268,7 @@ def main(
         return cross_entropy(logits, tokens[:, 1:]).mean()
 
     loss_fn = mpx.autocast(mean_loss, recipe)
-
-    @jax.jit(donate_argnums=(0, 1))
-    def train_step(
-        params: Any, opt_state: Any, tokens: jax.Array
-    ) -> tuple[Any, Any, jax.Array]:
-        loss, grads = mpx.value_and_grad(loss_fn, mpx.get_loss_scale(opt_state))(
-            params, tokens
-        )
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
+    train_step = jax.jit(mpx.train_step(loss_fn, tx), donate_argnums=(0, 1))
     validate = jax.jit(
         lambda params, batches: jax.lax.map(
             lambda tokens: loss_fn(params, tokens), batches

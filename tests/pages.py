@@ -118,11 +118,7 @@ def jits_of_training_steps(code):
     calls = [
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args
     ]
-    wrapped = [
-        ast.unparse(node)
-        for node in calls
-        if is_step(_name_of(node.args[0]))
-    ]
+    wrapped = [ast.unparse(node) for node in calls if is_step(_name_of(node.args[0]))]
     return [text for text in decorators + wrapped if re.match(r"[\w.]*jit\b", text)]
 
 
