@@ -66,13 +66,13 @@ def train(
         model = eqx.combine(mpx.cast_to_full(params), static)
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
-    # Gradients in the dtype of the weights, as those of `jax.grad`: plain Optax gets
-    # what it would get without mpx.
-    train_step = mpx.train_step(loss_fn, tx, grad_dtype=None)
-
     def step(carry: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], None]:
-        *new, _ = train_step(*carry, *sample(key, BATCH_SIZE))
-        return tuple(new), None
+        params, opt_state = carry
+        # Gradients in the dtype of the weights, as those of `jax.grad`: plain Optax
+        # gets what it would get without mpx.
+        grads = mpx.grad(loss_fn, grad_dtype=None)(params, *sample(key, BATCH_SIZE))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
 
     @jax.jit(donate_argnums=(0, 1))  # or old and new weights and state are held at once
     def run(
