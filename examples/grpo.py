@@ -168,14 +168,10 @@ def make_step(recipe: str, learning_rate: float = 2e-3) -> tuple[Any, Any]:
             rewards.std(1, keepdims=True) + 1e-4
         )
         batch = prompts, answers, log_p, advantages.reshape(-1, 1)
+        train_step = mpx.train_step(loss, tx, has_aux=True)
         distances = []
         for _ in range(INNER_STEPS):
-            value_and_grad = mpx.value_and_grad(
-                loss, mpx.get_loss_scale(opt_state), has_aux=True
-            )
-            (_, distance), grads = value_and_grad(params, batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
+            params, opt_state, _, distance = train_step(params, opt_state, batch)
             distances.append(distance)
         return params, opt_state, rewards.mean(), distances[0]
 
