@@ -129,7 +129,7 @@ class Search:
         sizes = [size_of(v) for v in (*part.arrays, *part.outputs)]
         if any(n % length for n in sizes) or part.size // length % part.block:
             return "its blocks reach over layers"
-        if any(self._graph.number(v) > now for v in stack.factors):
+        if any(self._graph.number(v) >= now for v in stack.factors):
             return "a number that is known later multiplies its gradient"
         # XLA makes one kernel of a step without blocks, where the arrays lie.
         has_kernel = leaf.part is not None and part.block > 1

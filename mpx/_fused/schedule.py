@@ -1,6 +1,7 @@
 """Run a step: the parts of its leaves by kernels, everything else by XLA."""
 
 import functools
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -109,10 +110,11 @@ def _needed(
 
 
 def needed_equations(
-    program: jex_core.Jaxpr, wanted: Sequence[Var], values: Mapping[Var, Any]
+    program: jex_core.Jaxpr, wanted: Sequence[Any], values: Mapping[Var, Any]
 ) -> list[JaxprEqn]:
     """Return the equations that compute some values from others."""
-    missing, found = {v for v in wanted if v not in values}, []
+    missing = {v for v in wanted if not is_literal(v) and v not in values}
+    found = []
     for eqn in reversed(program.eqns):
         if missing.intersection(eqn.outvars):
             found.append(eqn)
@@ -178,8 +180,9 @@ def run_slice(
     """
     shapes = [x.shape for x in outputs]
     if part.block == 1:  # in the shape that it has, which XLA can divide
-        run = functools.partial(run_part, part._replace(width=shapes[0][-1]))
-        return _on_rows(part._replace(width=shapes[0][-1]), run, shapes, *operands)
+        in_rows = part._replace(width=math.prod(shapes[0][-1:]))
+        run = functools.partial(run_part, in_rows)
+        return _on_rows(in_rows, run, shapes, *operands)
     how = functools.partial(in_a_kernel, part, {}, interpret)
     run = jax.jit(how) if in_kernel else functools.partial(run_part, part)
     compute = functools.partial(_on_rows, part, run)
