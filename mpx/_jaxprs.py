@@ -243,8 +243,9 @@ def flatten(
     """Inline the calls of a program; return it with the arrays that it closes over, and
     with the names and operands of the calls, by their first results.
 
-    Calls that say where their arrays have to be stay. Custom derivatives are lost with
-    their calls.
+    Calls that say where their arrays have to be stay, and so do those in which
+    `jax.checkpoint` computes values again: XLA would else keep the first ones. Custom
+    derivatives are lost with their calls.
     """
     equations: list[JaxprEqn] = []
     constants: dict[jex_core.Var, Any] = {}
@@ -262,7 +263,7 @@ def flatten(
 
         for eqn in inside.eqns:
             operands = [read(v) for v in eqn.invars]
-            if is_call(eqn) and not _is_placed(eqn):
+            if is_call(eqn) and not _is_placed(eqn) and not _is_computed_again(eqn):
                 results = enter(called_jaxpr(eqn), operands)
                 if results and not is_literal(results[0]):
                     name = eqn.params.get("name", "")
@@ -288,6 +289,11 @@ def _is_placed(eqn: JaxprEqn) -> bool:
         *eqn.params.get("out_shardings", ()),
     )
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
+
+
+def _is_computed_again(eqn: JaxprEqn) -> bool:
+    """Return whether a call computes values for the second time, in a backward pass."""
+    return bool(eqn.params.get("differentiated") and eqn.params["prevent_cse"])
 
 
 # ---- following values through a program ----------------------------------------------

@@ -24,9 +24,9 @@ from mpx._shardings import as_in_auto, explicit_sharding, in_auto
 from mpx._tables import Result, Table, shown, unit_for
 from mpx._transforms.loss_scaling import get_loss_scale
 
-_NO_DERIVATIVE = (
+_NOT_DIFFERENTIABLE = (
     "`train_step` cannot be differentiated. To differentiate through a training step,"
-    " call `value_and_grad`, `tx.update` and `optax.apply_updates`."
+    " call `jax.value_and_grad`, `tx.update` and `optax.apply_updates`."
 )
 
 
@@ -57,9 +57,9 @@ def train_step(
     Args:
         loss_fn: a function of parameters and other arguments that returns a scalar
             loss, or `(loss, aux)` if `has_aux`; one of `autocast`, or any other.
-        tx: any Optax transformation.
+        tx: any Optax transformation that needs no other arguments, such as the loss.
         has_aux: whether `loss_fn` returns a pair.
-        argnums: which argument of `loss_fn` the parameters are.
+        argnums: the number of the argument of `loss_fn` that the parameters are.
         grad_dtype: as in `value_and_grad`.
         interpret: whether to run kernels without a GPU, as in `fused_update`.
 
@@ -68,10 +68,11 @@ def train_step(
         the new state, the loss, and what else `loss_fn` returned. Call it inside
         `jax.jit` and donate parameters and state. Results have the bits of
         `value_and_grad` and `fused_update` in the same program, unless XLA contracts
-        products and sums otherwise. It is not differentiable.
+        products and sums otherwise, or rewrites `(m / a) / b` as `m / (a * b)` in one
+        of the two. It is not differentiable.
 
     Raises:
-        TypeError: if the step is differentiated.
+        TypeError: if `argnums` is not one number, or the step is differentiated.
 
     Example:
         >>> def loss_fn(params, x):
@@ -91,6 +92,12 @@ def train_step(
         Limited Resources" (arXiv 2306.09782), for the update inside of the backward
         pass.
     """
+    if not _errors.is_integer(argnums) or argnums < 0:
+        raise TypeError(
+            f"`train_step`: `argnums` is {argnums!r}, but it must be the number of one"
+            " argument, from 0."
+        )
+    tx = _errors.as_transformation(tx, "train_step")
     update = fused_update(tx, interpret=interpret)
     return TrainStep(loss_fn, update, has_aux, argnums, grad_dtype)
 
@@ -109,7 +116,9 @@ class TrainStep:
         """Return the new parameters, the new state, the loss, and what else the
         function returned.
         """
-        given = _errors.not_differentiable((params, opt_state, batch), _NO_DERIVATIVE)
+        given = _errors.not_differentiable(
+            (params, opt_state, batch), _NOT_DIFFERENTIABLE
+        )
         return _Programs(self, *given).run()
 
     def plan(self, params: Any, opt_state: Any, *batch: Any) -> "TrainPlan":
@@ -194,7 +203,7 @@ class _Programs:
         program, self._of_grads, self._results, _ = traced_flat(
             gradients, (params, opt_state, arrays)
         )
-        live = needed_equations(program, program.outvars, {})
+        live = needed_equations(program, program.outvars, {}, with_prints=True)
         self._program = program.replace(eqns=live)
         graph = Graph(self._program)
         self.gradients: list[Any] = program.outvars[: counts[0]]
@@ -351,12 +360,18 @@ class _Programs:
 def _shape_of(v: Any) -> jax.ShapeDtypeStruct:
     sharding = v.aval.sharding
     return jax.ShapeDtypeStruct(
-        v.aval.shape, v.aval.dtype, sharding=None if sharding.mesh.empty else sharding
+        v.aval.shape,
+        v.aval.dtype,
+        sharding=None if sharding.mesh.empty else sharding,
+        weak_type=v.aval.weak_type,
     )
 
 
 def _unplaced(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if _trees.is_array(x) else x
+    if not _trees.is_array(x):
+        return x
+    is_weak = getattr(x, "weak_type", False)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=is_weak)
 
 
 def _explicit_mesh(params: Any) -> Any:

@@ -104,6 +104,7 @@ class Search:
     ):
         self._graph, self._program, self._partition = graph, program, partition
         self._update = Graph(program)
+        self._printed = [v for eqn in program.eqns if eqn.effects for v in eqn.invars]
         self._sources = dict(zip(program.invars, made_of, strict=False))
 
     def released(self, stack: Stack | str, source: Var) -> Released | str:
@@ -122,8 +123,7 @@ class Search:
             return NEEDS_GRADIENTS
         totals = self._totals(source)
         done = {*part.outputs, *(total.result for total in totals)}
-        results = {*map(self._partition.resolved, self._program.outvars)}
-        if source in self._behind(results - done, done):
+        if source in self._behind([*self._program.outvars, *self._printed], done):
             return READ_ELSEWHERE
         length = stack.loop.params["length"]
         sizes = [size_of(v) for v in (*part.arrays, *part.outputs)]

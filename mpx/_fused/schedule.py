@@ -110,13 +110,18 @@ def _needed(
 
 
 def needed_equations(
-    program: jex_core.Jaxpr, wanted: Sequence[Any], values: Mapping[Var, Any]
+    program: jex_core.Jaxpr,
+    wanted: Sequence[Any],
+    values: Mapping[Var, Any],
+    with_prints: bool = False,
 ) -> list[JaxprEqn]:
-    """Return the equations that compute some values from others."""
+    """Return the equations that compute some values from others; with all that
+    print, if they are asked for.
+    """
     missing = {v for v in wanted if not is_literal(v) and v not in values}
     found = []
     for eqn in reversed(program.eqns):
-        if missing.intersection(eqn.outvars):
+        if missing.intersection(eqn.outvars) or (with_prints and eqn.effects):
             found.append(eqn)
             missing.update(
                 v for v in eqn.invars if not is_literal(v) and v not in values
