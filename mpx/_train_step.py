@@ -183,8 +183,8 @@ class _Programs:
     def __init__(self, step: TrainStep, params: Any, opt_state: Any, batch: Any):
         self._interpret = step.update.interpret
         arrays, put = _trees.partition_leaves(batch, _trees.is_array)
-        given = jax.tree.leaves(params), jax.tree.leaves(opt_state)
-        counts = self._counts = tuple(map(len, given))
+        leaves = jax.tree.leaves(params), jax.tree.leaves(opt_state)
+        counts = self._counts = tuple(map(len, leaves))
         structure = jax.tree.structure(params)
         self._mesh = _explicit_mesh(params)
 
@@ -228,9 +228,10 @@ class _Programs:
         # With their shardings, of explicit axes.
         typed = [[_shape_of(v) for v in vs] for vs in made]
         self._shapes = lambda: jax.tree.leaves(jax.eval_shape(update, *typed, *state))
+        given = (*typed, *state)
         with as_in_auto(params):
             self._update, self._of_update, self._tree, calls = traced_flat(
-                update, jax.tree.map(_unplaced, (*typed, *state))
+                update, given if self._mesh is None else jax.tree.map(_unplaced, given)
             )
         self._partition = Partition(self._update, calls)
         self._in_place = in_place_of(self._update, self._partition, *counts)
@@ -239,7 +240,9 @@ class _Programs:
         self.released = [
             search.released(*pair) for pair in zip(self._stacks, inputs, strict=False)
         ]
-        self._of_update |= zip(inputs[-sum(counts) :], given[1] + given[0], strict=True)
+        self._of_update |= zip(
+            inputs[-sum(counts) :], leaves[1] + leaves[0], strict=True
+        )
         for v in inputs[: -sum(counts)]:
             del self._of_update[v]
         of_params = dict(zip(program.invars, inputs[-counts[0] :], strict=False))
@@ -358,12 +361,13 @@ class _Programs:
 
 
 def _shape_of(v: Any) -> jax.ShapeDtypeStruct:
-    sharding = v.aval.sharding
+    kind = v.aval
     return jax.ShapeDtypeStruct(
-        v.aval.shape,
-        v.aval.dtype,
-        sharding=None if sharding.mesh.empty else sharding,
-        weak_type=v.aval.weak_type,
+        kind.shape,
+        kind.dtype,
+        sharding=None if kind.sharding.mesh.empty else kind.sharding,
+        weak_type=kind.weak_type,
+        manual_axis_type=kind.manual_axis_type,
     )
 
 

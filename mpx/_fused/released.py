@@ -175,8 +175,9 @@ class Loop:
             if i >= scan_counts(eqn)[1] and v not in released
         ]
         self._outputs = [v for leaf in leaves for v in leaf.part.outputs]
-        # By old arrays, one for each: a new array may stand in a state twice.
-        old = {v: x for x, v in in_place.items() if v in self._outputs}
+        # By old arrays, one for each: a new array may be a result twice.
+        pairs = [*in_place.items()][::-1]
+        old = {v: x for x, v in pairs if v in self._outputs}
         self._new = {x: v for v, x in old.items()}
         self._weights = [
             _weight(graph, of_params, self._new, v) for v in eqn.invars[self._reads :]
