@@ -38,6 +38,9 @@ def low_precision(formats, **options):
 
 TRANSFORMS = {
     "upcast": lambda: mpx.upcast(RULE),
+    "clip_by_predicted_norm": lambda: optax.chain(
+        mpx.clip_by_predicted_norm(1.0, "kernel|w"), mpx.upcast(RULE)
+    ),
     "master_weights full": lambda: mpx.master_weights(RULE),
     "master_weights split": lambda: mpx.master_weights(RULE, storage="split"),
     "master_weights split24": lambda: mpx.master_weights(

@@ -1,5 +1,6 @@
 """`clip_by_predicted_norm`: clip by the global norm before all gradients are known."""
 
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -8,20 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpx import _trees
+from mpx import _errors, _trees
 from mpx._stored.assignment import whole_components
+from mpx._stored.roles import register_state
 
 
+@register_state(norm="unknown", ratio="unknown")
 class ClipByPredictedNormState(NamedTuple):
     """State of `clip_by_predicted_norm`.
 
     Attributes:
-        norm: the global norm of the last gradients, float32; 1 before the first step.
-        part: the norm of those that predict, float32.
+        norm: the global norm of the last finite gradients, float32; 0 before the first.
+        ratio: that norm over the norm of the leaves that predict, float32; 1 before the
+            first. Gradients for which it is not known, with zeros in these leaves, keep
+            it.
     """
 
     norm: jax.Array
-    part: jax.Array
+    ratio: jax.Array
 
 
 def clip_by_predicted_norm(
@@ -47,7 +52,8 @@ def clip_by_predicted_norm(
         from the plain step's.
 
     Raises:
-        ValueError: if `max_norm` is not positive; at `init`, if no path matches.
+        ValueError: if `max_norm` is not positive and finite, or `by` no regular
+            expression; at `init`, if no path matches.
 
     Example:
         >>> tx = optax.chain(clip_by_predicted_norm(1.0, "head"), optax.sgd(1.0))
@@ -59,36 +65,47 @@ def clip_by_predicted_norm(
         1.667
         1.000
     """
-    if not max_norm > 0:
+    if not 0 < max_norm < math.inf:
         raise ValueError(
-            "`clip_by_predicted_norm`: `max_norm` must be positive, but got"
+            "`clip_by_predicted_norm`: `max_norm` must be positive and finite, but got"
             f" {max_norm}."
         )
-    pattern = re.compile(whole_components(by))
+    whole = whole_components(by)
+    _errors.require_pattern(whole, f"`clip_by_predicted_norm`: `by` {by!r}")
 
     def predicting(tree: Any) -> list[Any]:
-        named = _trees.path_names(tree)
-        leaves = _trees.leaves_by_path(tree)
-        return [x for path, x in leaves.items() if pattern.search(named[path])]
+        names = _trees.path_names(tree).values()
+        pairs = zip(names, jax.tree.leaves(tree), strict=True)
+        return [x for name, x in pairs if re.search(whole, name)]
 
     def init_fn(params):
-        if not predicting(params):
-            names = list(_trees.path_names(params).values())
+        names = list(_trees.path_names(params).values())
+        if names and not predicting(params):
             raise ValueError(
                 f"`clip_by_predicted_norm`: `by` {by!r} matches no parameter. It must"
                 f" match whole components of a path, such as {names[:5]}."
             )
-        one = jnp.ones((), np.float32)
-        return ClipByPredictedNormState(one, one)
+        return ClipByPredictedNormState(
+            norm=jnp.zeros((), np.float32), ratio=jnp.ones((), np.float32)
+        )
 
     def update_fn(updates, state, params=None, **extra_args):
-        part = optax.tree.norm(predicting(updates)).astype(np.float32)
-        # Nothing is known of the whole where a part was zero.
-        growth = part / jnp.where(state.part > 0, state.part, part)
-        norm = jnp.where(state.part > 0, state.norm * growth, part)
-        scale = jnp.where(norm > max_norm, max_norm / norm, np.float32(1))
-        clipped = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
-        norm = optax.tree.norm(updates).astype(np.float32)
-        return clipped, ClipByPredictedNormState(norm, part)
+        _errors.require_state(state, ClipByPredictedNormState, "clip_by_predicted_norm")
+        wide = jax.tree.map(_trees.at_least_float32, updates)
+        part = optax.tree.norm(predicting(wide)).astype(np.float32)
+        norm = jnp.where(part > 0, part * state.ratio, state.norm)
+        # Nothing is divided by zero, which `jax.debug_nans` would stop at.
+        scale = max_norm / jnp.maximum(norm, max_norm)
+        clipped = jax.tree.map(
+            lambda g, x: (x * scale.astype(x.dtype)).astype(g.dtype), updates, wide
+        )
+        norm = optax.tree.norm(wide).astype(np.float32)
+        ratio = norm / jnp.where(part > 0, part, 1)
+        # An overflow is forgotten, or it would spoil the next steps.
+        finite = jnp.isfinite(norm)
+        return clipped, ClipByPredictedNormState(
+            norm=jnp.where(finite, norm, state.norm),
+            ratio=jnp.where(finite & (part > 0), ratio, state.ratio),
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
