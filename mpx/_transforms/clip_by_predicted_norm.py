@@ -20,9 +20,8 @@ class ClipByPredictedNormState(NamedTuple):
 
     Attributes:
         norm: the global norm of the last finite gradients, float32; 0 before the first.
-        ratio: that norm over the norm of the leaves that predict, float32; 1 before the
-            first. Gradients for which it is not known, with zeros in these leaves, keep
-            it.
+        ratio: that norm over the norm of the leaves that predict, float32. Gradients
+            with zeros in these leaves keep it.
     """
 
     norm: jax.Array
@@ -39,7 +38,7 @@ def clip_by_predicted_norm(
     times what the norm of a few leaves has grown by since. These leaves must be known
     before the loop over layers: in a backward pass those come first that the model uses
     last, such as the head. The norm of this step is added up in the loop, for the next
-    one. In the first step the norm of these leaves is the prediction.
+    one. In the first step all elements are taken to have gradients of one size.
 
     Args:
         max_norm: what gradients are scaled down to if the prediction is larger.
@@ -59,10 +58,10 @@ def clip_by_predicted_norm(
         >>> tx = optax.chain(clip_by_predicted_norm(1.0, "head"), optax.sgd(1.0))
         >>> grads = {"head": jnp.float32([3.0]), "layers": jnp.float32([4.0])}
         >>> state = tx.init(grads)
-        >>> for _ in range(2):  # by 3, then by 5
+        >>> for _ in range(2):  # by sqrt(2) * 3, then by 5
         ...     updates, state = tx.update(grads, state)
         ...     print(f"{optax.tree.norm(updates):.3f}")
-        1.667
+        1.179
         1.000
     """
     if not 0 < max_norm < math.inf:
@@ -80,14 +79,15 @@ def clip_by_predicted_norm(
 
     def init_fn(params):
         names = list(_trees.path_names(params).values())
+        leaves = jax.tree.leaves(params)
         if names and not predicting(params):
             raise ValueError(
                 f"`clip_by_predicted_norm`: `by` {by!r} matches no parameter. It must"
                 f" match whole components of a path, such as {names[:5]}."
             )
-        return ClipByPredictedNormState(
-            norm=jnp.zeros((), np.float32), ratio=jnp.ones((), np.float32)
-        )
+        count, part = (sum(map(np.size, x)) for x in (leaves, predicting(params)))
+        ratio = jnp.sqrt(jnp.float32(count / max(part, 1)))
+        return ClipByPredictedNormState(jnp.zeros((), np.float32), ratio)
 
     def update_fn(updates, state, params=None, **extra_args):
         _errors.require_state(state, ClipByPredictedNormState, "clip_by_predicted_norm")

@@ -41,8 +41,13 @@ def test_where_all_gradients_grow_alike_the_second_step_has_the_global_norm(grow
         np.testing.assert_allclose(update, expected[path], rtol=1e-6)
 
 
-def test_the_first_step_is_clipped_by_the_norm_of_the_leaves_that_predict():
-    assert after(GRADS)[0] == pytest.approx(5 / 3)
+FIRST = 5 / (3 * 3**0.5)  # one of three elements predicts
+
+
+def test_in_the_first_step_all_elements_are_taken_to_have_gradients_of_one_size():
+    assert after(GRADS)[0] == pytest.approx(FIRST)
+    ones = {"head": jnp.ones((4, 2)), "layers": jnp.ones((5, 8))}
+    assert after(ones)[0] == pytest.approx(1)
 
 
 def test_leaves_that_predict_show_that_all_gradients_grow():
@@ -78,7 +83,7 @@ def test_gradients_of_zero_are_forgotten_by_the_next_step():
     assert after(zero)[0] == 0
     assert after(GRADS, zero)[0] == 0
     assert after(GRADS, zero, GRADS)[0] == pytest.approx(1)
-    assert after(zero, GRADS)[0] == pytest.approx(5 / 3)  # as if it were the first
+    assert after(zero, GRADS)[0] == pytest.approx(FIRST)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
@@ -90,7 +95,7 @@ def test_gradients_that_are_not_finite_spoil_no_later_step(bad, where):
     assert np.isnan(norm) or np.isinf(norm)
     assert_same_bits(state, after(GRADS)[1])
     assert after(GRADS, spoiled, times(2.0))[0] == pytest.approx(1)
-    assert after(spoiled, GRADS)[0] == pytest.approx(5 / 3)
+    assert after(spoiled, GRADS)[0] == pytest.approx(FIRST)
 
 
 def test_a_norm_that_overflows_clips_to_zero_and_spoils_no_later_step():
