@@ -8,6 +8,9 @@ bits. A wrapper that chooses the values of 16-bit parameters emits its updates b
 
 from mpx._stored.state_format import StoredLeaf as StoredLeaf
 from mpx._stored.weights import KeptWeight as KeptWeight
+from mpx._transforms.clip_by_predicted_norm import (
+    ClipByPredictedNormState as ClipByPredictedNormState,
+)
 from mpx._transforms.kahan_summation import KahanSummationState as KahanSummationState
 from mpx._transforms.loss_scaling import LossScalingState as LossScalingState
 from mpx._transforms.low_precision_state import LowPrecisionState as LowPrecisionState

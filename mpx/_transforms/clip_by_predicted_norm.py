@@ -86,7 +86,7 @@ def clip_by_predicted_norm(
                 f" match whole components of a path, such as {names[:5]}."
             )
         count, part = (sum(map(np.size, x)) for x in (leaves, predicting(params)))
-        ratio = jnp.sqrt(jnp.float32(count / max(part, 1)))
+        ratio = jnp.float32(math.sqrt(count / max(part, 1)))
         return ClipByPredictedNormState(jnp.zeros((), np.float32), ratio)
 
     def update_fn(updates, state, params=None, **extra_args):

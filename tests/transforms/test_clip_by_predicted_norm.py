@@ -249,6 +249,7 @@ def loss_of_stacked(params, x):
     return jnp.mean((jax.lax.scan(layer, x, params["layers"])[0] @ params["head"]) ** 2)
 
 
+@pytest.mark.parametrize("recipe", ["f32", "bf16-split"])
 @pytest.mark.parametrize(
     ("clip", "kept"),
     [
@@ -257,10 +258,11 @@ def loss_of_stacked(params, x):
         (optax.clip_by_global_norm(0.1), {"head", "layers/w"}),
     ],
 )
-def test_train_step_releases_layers_unless_they_predict(clip, kept):
-    params, x = stacked(), jnp.ones((2, 4))
-    tx = optax.chain(clip, optax.adam(1e-2))
-    plan = mpx.train_step(loss_of_stacked, tx).plan(params, tx.init(params), x)
+def test_train_step_releases_layers_unless_they_predict(clip, kept, recipe):
+    tx = mpx.mixed_precision(optax.chain(clip, optax.adam(1e-2)), recipe)
+    params = mpx.get_policy(recipe).cast_to_param(stacked())
+    step = mpx.train_step(mpx.autocast(loss_of_stacked, recipe), tx)
+    plan = step.plan(params, tx.init(params), jnp.ones((2, 4)))
     assert {row.path for row in plan.rows if row.reason} == kept
 
 
