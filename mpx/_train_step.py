@@ -264,7 +264,8 @@ class _Programs:
                 values = dict(zip(self._factors, factors, strict=True))
                 values[x.result] = source
                 for eqn in x.tail:
-                    read = [u.val if is_literal(u) else values[u] for u in eqn.invars]
+                    reads: list[Any] = eqn.invars
+                    read = [u.val if is_literal(u) else values[u] for u in reads]
                     values[eqn.outvars[0]] = bound(eqn, *read)
                 source = values[v]
             grads.append(source)
