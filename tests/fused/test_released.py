@@ -370,9 +370,7 @@ def one_average_twice():
     """A rule that keeps the same average under two names."""
 
     def init(params):
-        zeros, ones = (
-            jax.tree.map(f, params) for f in (jnp.zeros_like, jnp.ones_like)
-        )
+        zeros, ones = (jax.tree.map(f, params) for f in (jnp.zeros_like, jnp.ones_like))
         return Twice(zeros, ones)
 
     def update(grads, state, params=None):
@@ -521,9 +519,7 @@ def test_blocks_lie_within_layers_or_the_gradient_is_kept(interpret):
     """A layer of 16 x 16 is one block of 256. Stacks of 48 and of 1,200 numbers have
     blocks that are filled up.
     """
-    reasons = assert_same_training(
-        LOSS, in_blocks(), weights(), X, interpret=interpret
-    )
+    reasons = assert_same_training(LOSS, in_blocks(), weights(), X, interpret=interpret)
     assert reasons == kept("`pad` mixes elements", "b")
     reasons = assert_same_training(
         LOSS, in_blocks(), weights(width=20), X[:, :1] + np.zeros((1, 20), np.float32)
