@@ -34,7 +34,7 @@ def scanned(params, x):
 
 def unrolled(params, x):
     for i in range(DEPTH):
-        x = jax.checkpoint(layer)(x, jax.tree.map(lambda w: w[i], params))
+        x = jax.checkpoint(layer)(x, jax.tree.map(lambda w, i=i: w[i], params))
     return (x**2).mean()
 
 
