@@ -294,7 +294,7 @@ def in_place_of(
 
 def run_by(by_kernels: Any, by_xla: Any, interpret: bool, *given: Any) -> Any:
     """Call one of two functions: with kernels on a GPU, or to interpret them."""
-    if not may_run_kernels(interpret):
+    if not _may_run_kernels(interpret):
         return by_xla(*given)
     if interpret:
         return by_kernels(*given)
@@ -303,7 +303,7 @@ def run_by(by_kernels: Any, by_xla: Any, interpret: bool, *given: Any) -> Any:
     return lax.platform_dependent(*given, cuda=by_kernels, default=by_xla)
 
 
-def may_run_kernels(interpret: bool) -> bool:
+def _may_run_kernels(interpret: bool) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if jax.sharding.AxisType.Explicit in mesh.axis_types:
         return False  # their types would have to say how each view is sharded
