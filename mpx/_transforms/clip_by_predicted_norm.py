@@ -20,8 +20,9 @@ class ClipByPredictedNormState(NamedTuple):
 
     Attributes:
         norm: the global norm of the last finite gradients, float32; 0 before the first.
-        ratio: that norm over the norm of the leaves that predict, float32. Gradients
-            with zeros in these leaves keep it.
+        ratio: the geometric mean of global norms over those of the leaves that predict,
+            float32; the last has half of the weight. Gradients with zeros in these
+            leaves keep it.
     """
 
     norm: jax.Array
@@ -34,11 +35,12 @@ def clip_by_predicted_norm(
     """Clip gradients by a prediction of their global norm, which needs few of them.
 
     `optax.clip_by_global_norm` needs all gradients before the first update, so
-    `train_step` must keep them. This element predicts their norm: that of the last step
-    times what the norm of a few leaves has grown by since. These leaves must be known
-    before the loop over layers: in a backward pass those come first that the model uses
-    last, such as the head. The norm of this step is added up in the loop, for the next
-    one. In the first step all elements are taken to have gradients of one size.
+    `train_step` must keep them. This element predicts their norm: that of a few leaves,
+    times the mean ratio of both norms in the steps before, of which the last has half
+    of the weight. These leaves must be known before the loop over layers: in a backward
+    pass those come first that the model uses last, such as the head. The norm of this
+    step is added up in the loop, for the next one. In the first step all elements are
+    taken to have gradients of one size.
 
     A layer that grows alone is not seen before the next step. A small Llama ended with
     a loss 0.013 ± 0.046 above that of the global norm (ten seeds), whose spread over
@@ -104,7 +106,8 @@ def clip_by_predicted_norm(
             lambda g, x: (x * scale.astype(x.dtype)).astype(g.dtype), updates, wide
         )
         norm = optax.tree.norm(wide).astype(np.float32)
-        ratio = norm / jnp.where(part > 0, part, 1)
+        now = norm / jnp.where(part > 0, part, 1)
+        ratio = jnp.where(state.norm > 0, jnp.sqrt(state.ratio * now), now)
         # An overflow is forgotten, or it would spoil the next steps.
         finite = jnp.isfinite(norm)
         return clipped, ClipByPredictedNormState(
