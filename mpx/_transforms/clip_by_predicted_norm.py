@@ -108,11 +108,10 @@ def clip_by_predicted_norm(
         norm = optax.tree.norm(wide).astype(np.float32)
         now = norm / jnp.where(part > 0, part, 1)
         ratio = jnp.where(state.norm > 0, jnp.sqrt(state.ratio * now), now)
-        # An overflow is forgotten, or it would spoil the next steps.
-        finite = jnp.isfinite(norm)
+        # What is not finite is forgotten, or it would spoil all later steps.
         return clipped, ClipByPredictedNormState(
-            norm=jnp.where(finite, norm, state.norm),
-            ratio=jnp.where(finite & (part > 0), ratio, state.ratio),
+            norm=jnp.where(jnp.isfinite(norm), norm, state.norm),
+            ratio=jnp.where(jnp.isfinite(ratio) & (part > 0), ratio, state.ratio),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -109,6 +109,14 @@ def test_a_norm_that_overflows_clips_to_zero_and_spoils_no_later_step():
     assert after(GRADS, huge, GRADS)[0] == pytest.approx(1)
 
 
+def test_a_mean_of_ratios_that_overflows_is_forgotten():
+    far = {"head": jnp.float32([1e-13]), "layers": jnp.float32([1e13, 0])}
+    _, once = after(GRADS, far)
+    _, twice = after(GRADS, far, far)
+    assert np.isinf(once.ratio * jnp.float32(1e26))
+    assert_same_bits(twice, once)
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_norms_of_16_bit_gradients_are_those_of_float32(dtype):
     """In float16 300**2 is infinite, as the negative control shows."""
