@@ -28,7 +28,6 @@ from examples.gpt import compare, training
 from examples.gpt.recipes import get_recipe
 
 CONFIG = dataclasses.replace(llama.CONFIGS["tiny"], vocabulary=256)
-SHAPE = (4, 64 + 1)
 SPIKE_STEP = 100
 
 
@@ -74,19 +73,17 @@ def trained(clip: str, spike: str, text: np.ndarray, steps: int, seeds: int) -> 
         grads = SPIKES[spike](grads, factor)
         clipped, of_first = first.update(grads, state[0], params)
         updates, of_rule = rule.update(clipped, state[1], params)
-        norms = map(optax.tree.norm, (grads, clipped))
-        params = optax.apply_updates(params, updates)
-        return params, (of_first, of_rule), jnp.stack([loss, *norms])
+        found = jnp.stack([loss, optax.tree.norm(grads), optax.tree.norm(clipped)])
+        return optax.apply_updates(params, updates), (of_first, of_rule), found
 
     def run(seed):
         params, found = llama.init_params(CONFIG, jax.random.key(seed)), []
         state = first.init(params), rule.init(params)
-        batches = compare.random_batches(text, SHAPE, seed=seed, count=steps)
+        batches = compare.random_batches(text, (4, 65), seed=seed, count=steps)
         for number, batch in enumerate(batches, 1):
-            tokens = jnp.asarray(batch, jnp.int32)
-            factor = 100.0 if number == SPIKE_STEP else 1.0
-            params, state, measured = step(params, state, factor, tokens)
-            found.append(measured)
+            k = 100.0 if number == SPIKE_STEP else 1.0
+            params, state, *measured = step(params, state, k, batch.astype(np.int32))
+            found += measured
         return np.stack(found)
 
     return np.moveaxis(np.stack([run(seed) for seed in range(seeds)]), 2, 0)
