@@ -275,12 +275,12 @@ def test_train_step_releases_layers_unless_they_predict(clip, kept, recipe):
     tx = mpx.mixed_precision(optax.chain(clip, optax.adam(1e-2)), recipe)
     params = mpx.get_policy(recipe).cast_to_param(stacked())
     step = mpx.train_step(mpx.autocast(loss_of_stacked, recipe), tx)
-    plan = step.plan(params, tx.init(params), jnp.ones((2, 4)))
+    plan = step.plan(params, tx.init(params), jnp.ones((2, 4), F32))
     assert {row.path for row in plan.rows if row.reason} == kept
 
 
 def test_train_step_clips_as_the_plain_step_does():
-    params, x = stacked(), jnp.ones((2, 4))
+    params, x = stacked(), jnp.ones((2, 4), F32)
     tx = optax.chain(mpx.clip_by_predicted_norm(0.1, "head"), optax.sgd(0.1))
 
     def plain(params, state, x):
