@@ -88,7 +88,7 @@ def _needed(
     all that print.
     """
     given = {v for part in parts for v in part.outputs} | {*values}
-    wanted = {v for part in parts for v in (*part.arrays, *part.scalars)}
+    wanted = {v for part in parts for v in (*part.arrays, *part.scalars)} - {*values}
     wanted |= {
         v
         for v in program.outvars
@@ -104,7 +104,9 @@ def _needed(
             wanted.update(
                 v
                 for v in eqn.invars
-                if not is_literal(v) and partition.resolved(v) not in sent
+                if not is_literal(v)
+                and v not in values
+                and partition.resolved(v) not in sent
             )
     return found[::-1]
 
