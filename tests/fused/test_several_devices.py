@@ -187,7 +187,7 @@ def test_kernels_for_a_gpu_have_types_that_shard_map_can_check(
     mesh, check_vma, monkeypatch
 ):
     """JAX itself interprets kernels in `jax.shard_map` only without this check."""
-    monkeypatch.setattr(fused_update, "_may_run_kernels", lambda interpret: True)
+    monkeypatch.setattr(fused_update, "may_run_kernels", lambda interpret: True)
     tx, spec = with_8_bit_moments(), P("data")
     grads, state, params = shards(tx, mesh, spec, {"w": (16, 2048)})
     step = on_shards(
@@ -211,7 +211,7 @@ def test_a_mesh_that_is_manual_in_part_is_left_to_xla():
         mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
     )
     def step(x):
-        found.append(fused_update._may_run_kernels(interpret=True))
+        found.append(fused_update.may_run_kernels(interpret=True))
         return x
 
     jax.eval_shape(jax.jit(step), jnp.zeros(8))

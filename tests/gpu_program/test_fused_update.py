@@ -38,7 +38,7 @@ STEPS = {
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Let `fused_update` make kernels though this machine has no GPU, and eight CPUs."""
-    monkeypatch.setattr(fused_update, "_may_run_kernels", lambda interpret: True)
+    monkeypatch.setattr(fused_update, "may_run_kernels", lambda interpret: True)
     monkeypatch.setattr(schedule, "are_several_in_sight", lambda: False)
 
 

@@ -26,7 +26,7 @@ FUSED = mpx.fused_update(TX)
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     """Make a program for one GPU though this machine has none, and eight CPUs."""
-    monkeypatch.setattr(fused_update, "_may_run_kernels", lambda interpret: True)
+    monkeypatch.setattr(fused_update, "may_run_kernels", lambda interpret: True)
     monkeypatch.setattr(schedule, "are_several_in_sight", lambda: False)
 
 
