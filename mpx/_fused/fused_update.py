@@ -294,7 +294,7 @@ def in_place_of(
 
 def run_by(by_kernels: Any, by_xla: Any, interpret: bool, *given: Any) -> Any:
     """Call one of two functions: with kernels on a GPU, or to interpret them."""
-    if not _may_run_kernels(interpret):
+    if not may_run_kernels(interpret):
         return by_xla(*given)
     if interpret:
         return by_kernels(*given)
@@ -303,7 +303,8 @@ def run_by(by_kernels: Any, by_xla: Any, interpret: bool, *given: Any) -> Any:
     return lax.platform_dependent(*given, cuda=by_kernels, default=by_xla)
 
 
-def _may_run_kernels(interpret: bool) -> bool:
+def may_run_kernels(interpret: bool) -> bool:
+    """Return whether a step that is traced here may have kernels."""
     mesh = jax.sharding.get_abstract_mesh()
     if jax.sharding.AxisType.Explicit in mesh.axis_types:
         return False  # their types would have to say how each view is sharded
