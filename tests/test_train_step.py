@@ -392,7 +392,6 @@ def test_a_model_of_equinox_has_the_same_bits():
 
 # Several devices.
 
-ROWS = np.tile(X, (4, 1))
 FSDP = {"w": P(None, "data"), "b": P(None, "data"), "head": P("data")}
 LAYOUTS = {"data": {}, "FSDP": FSDP, "columns": FSDP | {"w": P(None, None, "data")}}
 
@@ -419,6 +418,8 @@ DEVICES = [
     for layout in LAYOUTS
     for kind in (AxisType.Auto, AxisType.Explicit)
     for rule in ("f32", "8-bit")
+    # Columns of a device end inside of blocks: XLA places their codes otherwise.
+    if (layout, kind, rule) != ("columns", AxisType.Auto, "8-bit")
 ]
 
 
@@ -427,16 +428,17 @@ DEVICES = [
 def test_devices_compute_the_same_bits_and_results_lie_where_they_did(
     layout, kind, rule
 ):
+    """A layer of 64 x 64 is 16 blocks: each device steps two."""
     mesh, tx = mesh_of(kind), ADAMW if rule == "f32" else in_blocks()
     loss = gathering if kind == AxisType.Explicit else LOSS
     with jax.set_mesh(mesh):
         params = {
             name: jax.device_put(w, NamedSharding(mesh, LAYOUTS[layout].get(name, P())))
-            for name, w in weights().items()
+            for name, w in weights(width=64).items()
             if name != "s" or loss is LOSS
         }
         state = jax.jit(tx.init)(params)
-        rows = jax.device_put(ROWS, NamedSharding(mesh, P("data")))
+        rows = jax.device_put(np.tile(X, (4, 4)), NamedSharding(mesh, P("data")))
         one, two = ways(loss, tx)
         both = jax.jit(
             lambda *given: (one(*given), two(*given)), compiler_options=in_order()
@@ -480,4 +482,4 @@ def test_it_runs_inside_of_a_shard_map(check_vma, is_mean):
     )
     params = weights()
     run = jax.jit(mapped, compiler_options=in_order())
-    assert_same_bits(*run(params, SGD.init(params), ROWS))
+    assert_same_bits(*run(params, SGD.init(params), np.tile(X, (4, 1))))
