@@ -131,7 +131,7 @@ class Search:
             return "its blocks reach over layers"
         if any(self._graph.number(v) >= now for v in stack.factors):
             return "a number that is known later multiplies its gradient"
-        # XLA makes one kernel of a step without blocks, where the arrays lie.
+        # Of a step without blocks XLA makes good kernels itself.
         has_kernel = leaf.part is not None and part.block > 1
         return Released(stack, source, part, totals, has_kernel)
 

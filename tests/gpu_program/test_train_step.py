@@ -79,6 +79,9 @@ def test_layers_in_a_scan_have_no_gradients_of_all_layers(h200, rule, more):
     # stack in each turn would move 16 times its bytes.
     assert one.moved_bytes / two.moved_bytes == pytest.approx(more, abs=0.03)
     assert not one.findings
+    (finding,) = (x for x in two.findings if "all layers are kept" in x.what)
+    assert finding.bytes == gradients
+    assert "mpx.train_step" in finding.remedy
 
 
 @pytest.mark.parametrize("how", ["stacked", "listed"])

@@ -176,12 +176,12 @@ def findings_of(
         gathers_of_states,
         beyond_the_memory,
         gathered_weights_that_are_kept,
-        gradients_of_all_layers,
     ]
     if is_donation_known:
         finders.insert(1, of_donation)
     if not is_cpu:  # which computes and sends in float32 whatever the dtype
         finders += [
+            gradients_of_all_layers,
             products_of_a_rule,
             float32_products,
             float32_that_is_rounded,
