@@ -248,7 +248,9 @@ def _scales(x: jax.Array, block_size: int, signed: bool) -> jax.Array:
     numbers, NaN above infinity, and negative numbers above NaN. Negative zero is zero.
     """
     bits = x.view(np.uint32)
-    bits = bits & ~_SIGN if signed else jnp.where(bits == _SIGN, np.uint32(0), bits)
+    # As integers with a sign, negative zero and subnormal numbers are the smallest.
+    is_zero = x.view(np.int32) < (_SIGN | _SMALLEST_NORMAL_BITS).view(np.int32)
+    bits = bits & ~_SIGN if signed else jnp.where(is_zero, np.uint32(0), bits)
     bits = largest_of_blocks(bits, block_size)
     scales = jnp.where(
         bits >= _SMALLEST_NORMAL_BITS, bits.view(np.float32), np.float32(0)
