@@ -42,6 +42,14 @@ def explicit_sharding(x: Any) -> NamedSharding | None:
     return sharding
 
 
+def explicit_mesh(tree: Any) -> Any:
+    """Return the mesh of explicit axes that arrays of a tree are on; None if there is
+    none.
+    """
+    found = map(explicit_sharding, jax.tree.leaves(tree))
+    return next((x.mesh for x in found if x is not None), None)
+
+
 def in_auto(
     function: Callable[..., Any], mesh: Mesh | AbstractMesh, out_shardings: Any
 ) -> Callable[..., Any]:

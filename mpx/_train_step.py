@@ -14,13 +14,19 @@ from jax.typing import DTypeLike
 
 from mpx import _errors, _trees
 from mpx._dtypes import bytes_of
-from mpx._fused.fused_update import FusedUpdate, fused_update, in_place_of, run_by
+from mpx._fused.fused_update import (
+    FusedUpdate,
+    as_it_stands,
+    fused_update,
+    in_place_of,
+    run_by,
+)
 from mpx._fused.partition import Partition
 from mpx._fused.released import Loop, Released, Search, Stack, bound, find_stack
 from mpx._fused.schedule import needed_equations, run_partition
 from mpx._gradients import value_and_grad
 from mpx._jaxprs import Graph, is_literal, run_equations, traced_flat
-from mpx._shardings import as_in_auto, explicit_sharding, in_auto
+from mpx._shardings import as_in_auto, explicit_mesh, in_auto
 from mpx._tables import Result, Table, shown, unit_for
 from mpx._transforms.loss_scaling import get_loss_scale
 
@@ -186,7 +192,7 @@ class _Programs:
         leaves = jax.tree.leaves(params), jax.tree.leaves(opt_state)
         counts = self._counts = tuple(map(len, leaves))
         structure = jax.tree.structure(params)
-        self._mesh = _explicit_mesh(params)
+        self._mesh = explicit_mesh(params)
 
         def gradients(params, opt_state, arrays):
             args = list(put(arrays))
@@ -218,10 +224,8 @@ class _Programs:
 
         def update(sources, factors, opt_state, params):
             grads = self._finished(sources, factors)
-            updates, new = step.update.tx.update(
-                jax.tree.unflatten(structure, grads), opt_state, params
-            )
-            return optax.apply_updates(params, updates), new
+            grads = jax.tree.unflatten(structure, grads)
+            return as_it_stands(step.update.tx, (grads, opt_state, params), {})
 
         made = self._sources, self._factors
         state = opt_state, params
@@ -277,12 +281,17 @@ class _Programs:
         tails = {id(eqn) for x in self._gone for eqn in x.stack.tail}
         waiting: list[Any] = []
 
+        def value(v):
+            return v.val if is_literal(v) else of_grads[v]
+
         def catch_up():
             run_equations(self._program, waiting, of_grads)
             waiting.clear()
             given = [*self._sources, *self._factors]
             pairs = zip(self._update.invars, given, strict=False)
-            of_update.update({v: of_grads[x] for v, x in pairs if x in of_grads})
+            of_update.update(
+                (v, value(x)) for v, x in pairs if is_literal(x) or x in of_grads
+            )
 
         for eqn in self._program.eqns:
             if loop := self._loops.get(id(eqn)):
@@ -292,15 +301,6 @@ class _Programs:
             elif id(eqn) not in tails:
                 waiting.append(eqn)
         catch_up()
-
-        def value(v):
-            return v.val if is_literal(v) else of_grads[v]
-
-        for v, source, x in zip(
-            self._update.invars, self._sources, self.released, strict=False
-        ):
-            if not isinstance(x, Released):
-                of_update[v] = value(source)
         new = jax.tree.unflatten(self._tree, self._rest())
         rest = map(value, self._program.outvars[self._counts[0] :])
         _, outcome = jax.tree.unflatten(self._results, [*self.gradients, *rest])
@@ -377,11 +377,3 @@ def _unplaced(x: Any) -> Any:
         return x
     is_weak = getattr(x, "weak_type", False)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=is_weak)
-
-
-def _explicit_mesh(params: Any) -> Any:
-    """Return the mesh of explicit axes that parameters are on; None if there is
-    none.
-    """
-    found = map(explicit_sharding, jax.tree.leaves(params))
-    return next((x.mesh for x in found if x is not None), None)

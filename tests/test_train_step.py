@@ -57,6 +57,19 @@ w               3,072  never whole"""
 # What it takes and returns.
 
 
+def test_a_number_that_the_loss_does_not_read_gets_a_gradient_of_zero():
+    """It is a literal in the program."""
+    params = {"model": weights(), "unread": jnp.float32(2)}
+    tx = optax.adamw(1e-2, weight_decay=0.1)
+    step = mpx.train_step(lambda params, x: LOSS(params["model"], x), tx)
+    new, _, loss = jax.jit(step)(params, tx.init(params), X)
+    assert loss == jax.jit(LOSS)(params["model"], X)
+    np.testing.assert_allclose(new["unread"], 2 * (1 - 1e-3), rtol=1e-6)
+    assert any(
+        row.path == "unread" for row in step.plan(params, tx.init(params), X).rows
+    )
+
+
 def test_what_the_loss_returns_beside_it_comes_last():
     def loss(params, x):
         def body(x, p):

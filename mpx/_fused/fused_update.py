@@ -21,7 +21,7 @@ from mpx._fused.kernels import in_a_kernel
 from mpx._fused.partition import Leaf, Partition, Var
 from mpx._fused.schedule import run_partition
 from mpx._jaxprs import Calls, flatten, is_literal, traced_flat
-from mpx._shardings import as_in_auto, explicit_sharding, in_auto
+from mpx._shardings import as_in_auto, explicit_mesh, in_auto
 from mpx._tables import Result, Table
 
 _NOT_DIFFERENTIABLE = (
@@ -107,10 +107,7 @@ class FusedUpdate:
         self, grads: Any, opt_state: Any, params: Any, **extra_args: Any
     ) -> tuple[Any, Any]:
         """Return the new parameters and the new state."""
-        is_on_explicit_axes = any(
-            explicit_sharding(p) is not None for p in jax.tree.leaves(params)
-        )
-        step = self._placed_by_xla if is_on_explicit_axes else self._step
+        step = self._step if explicit_mesh(params) is None else self._placed_by_xla
         return step(
             *_errors.not_differentiable(
                 ((grads, opt_state, params), extra_args), _NOT_DIFFERENTIABLE
@@ -122,7 +119,7 @@ class FusedUpdate:
             return _by_kernels(self.tx, given, extra_args, self.interpret)
 
         def by_xla(*given):
-            return _as_it_stands(self.tx, given, extra_args)
+            return as_it_stands(self.tx, given, extra_args)
 
         return run_by(by_kernels, by_xla, self.interpret, *given)
 
@@ -134,9 +131,9 @@ class FusedUpdate:
         """
         arrays, put = _trees.partition_leaves(extra_args, _trees.is_array)
         plain = jax.eval_shape(
-            lambda given: _as_it_stands(self.tx, given, extra_args), given
+            lambda given: as_it_stands(self.tx, given, extra_args), given
         )
-        mesh = next(filter(None, map(explicit_sharding, jax.tree.leaves(given)))).mesh
+        mesh = explicit_mesh(given)
         # Constants, such as settings of a loss scale, have none.
         everywhere = NamedSharding(mesh, PartitionSpec())
         shardings = jax.tree.map(lambda x: x.sharding or everywhere, plain)
@@ -232,9 +229,8 @@ def _row(path: str, p: Any, leaf: Leaf | None, on: str = "") -> FusedRow:
     return FusedRow(path, size, f"a kernel{on}", moved, "")
 
 
-def _as_it_stands(
-    tx: Any, given: _Given, extra_args: dict[str, Any]
-) -> tuple[Any, Any]:
+def as_it_stands(tx: Any, given: _Given, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the new parameters and the new state, as Optax computes them."""
     grads, opt_state, params = given
     updates, new_state = tx.update(grads, opt_state, params, **extra_args)
     return optax.apply_updates(params, updates), new_state
@@ -263,7 +259,7 @@ def _traced(
     """Return the step without calls, the values of its inputs and constants, the
     structure of its results, and its calls.
     """
-    return traced_flat(lambda *given: _as_it_stands(tx, given, extra_args), given)
+    return traced_flat(lambda *given: as_it_stands(tx, given, extra_args), given)
 
 
 def in_place_of(

@@ -12,7 +12,7 @@ from mpx._writeback import LANDING, WHERE_IT_LANDS
 
 
 class Known:
-    """What is known of the values of a program without calls."""
+    """Tells what is known of the values of a program without calls."""
 
     def __init__(self, graph: Graph, calls: Calls):
         self._graph, self._calls = graph, calls

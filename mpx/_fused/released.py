@@ -121,7 +121,7 @@ class Search:
         others = [v for v in part.arrays if v is not source]
         if self._behind([*part.scalars, *others]) & late:
             return NEEDS_GRADIENTS
-        totals = self._totals(source)
+        totals = [x for x in self._totals if x.part.arrays == [source]]
         done = {*part.outputs, *(total.result for total in totals)}
         if source in self._behind([*self._program.outvars, *self._printed], done):
             return READ_ELSEWHERE
@@ -139,14 +139,14 @@ class Search:
         but, through = {*but}, self._partition.resolved
         return {*self._update.behind(values, lambda v: v not in but, through)}
 
-    def _totals(self, source: Var) -> list[Total]:
-        """Return the sums of what is computed from a gradient alone."""
-        found = []
-        for eqn in filter(is_total, self._program.eqns):
-            part = self._partition.part_of(eqn.invars)
-            if part.arrays == [source] and not part.scalars:
-                found.append(Total(eqn.outvars[0], part))
-        return found
+    @functools.cached_property
+    def _totals(self) -> list[Total]:
+        """Return the sums of what is computed from one array alone."""
+        found = [
+            Total(eqn.outvars[0], self._partition.part_of(eqn.invars))
+            for eqn in filter(is_total, self._program.eqns)
+        ]
+        return [x for x in found if len(x.part.arrays) == 1 and not x.part.scalars]
 
 
 class Loop:
@@ -320,7 +320,7 @@ def _add_up(totals: Sequence[Total], slices: Sequence[jax.Array]) -> list[jax.Ar
 
 
 class _Weight(NamedTuple):
-    """What a loop reads of each layer, made of a parameter that is carried."""
+    """Makes what a loop reads of each layer, from a parameter that is carried."""
 
     parameter: Var  # of the update
     shape: tuple[int, ...]  # of a layer
