@@ -208,8 +208,9 @@ class Partition:
 
     def _as_leaf(self, outputs: list[Var], mixed: set[str]) -> Leaf:
         part = self.part_of(outputs)
-        reason = self._why_not(part, mixed)
-        is_whole = mixed or _has_longer_rows(part) or self._waits_for_itself(part)
+        waits = self._waits_for_itself(part)
+        reason = self._why_not(part, mixed, waits)
+        is_whole = mixed or _has_longer_rows(part) or waits
         return Leaf(
             outputs,
             None if reason else part,
@@ -267,7 +268,7 @@ class Partition:
             frozenset(x.outvars[0] for x in equations if self._known.is_ordinary(x)),
         )
 
-    def _why_not(self, part: Part, mixed: Iterable[str]) -> str:
+    def _why_not(self, part: Part, mixed: Iterable[str], waits: bool) -> str:
         """Return why a part cannot run on tiles; empty if it can."""
         variables = {
             v
@@ -308,7 +309,7 @@ class Partition:
             return (
                 f"its {part.size} elements cannot be divided into rows of {_NARROWEST}"
             )
-        if self._waits_for_itself(part):
+        if waits:
             return "other devices compute what it reads from what it returns"
         return ""
 

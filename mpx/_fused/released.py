@@ -12,7 +12,7 @@ skipped, gradients are kept.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -175,6 +175,7 @@ class Loop:
             if i >= scan_counts(eqn)[1] and v not in released
         ]
         self._outputs = [v for leaf in leaves for v in leaf.part.outputs]
+        self._compiled: dict[Hashable, Any] = {}  # kernels
         # By old arrays, one for each: a new array may be a result twice.
         pairs = [*in_place.items()][::-1]
         old = {v: x for x, v in pairs if v in self._outputs}
@@ -209,7 +210,7 @@ class Loop:
         totals = [total for leaf in self._leaves for total in leaf.totals]
 
         def turn(state, now):
-            (inner, carried, sums), (index, given, others, old) = state, now
+            (inner, carried, sums), (index, given, others, before) = state, now
             layers = dict(zip(self._outputs, carried, strict=True))
             now_carried = [
                 lax.dynamic_index_in_dim(layers[v], index, keepdims=False)
@@ -218,7 +219,7 @@ class Loop:
             # XLA for CPUs copies a whole array that it reads and writes in one turn, so
             # it reads what the array was before the loop.
             slices = lax.platform_dependent(
-                now_carried, old, cpu=lambda _, old: old, default=lambda now, _: now
+                now_carried, before, cpu=lambda _, x: x, default=lambda x, _: x
             )
             known = dict(zip((*read, *self._new), (*others, *slices), strict=True))
             xs = [
@@ -289,7 +290,9 @@ class Loop:
             for v in part.outputs
         ]
         run = functools.partial(run_slice, part, shapes, interpret)
-        by_kernel, by_xla = (functools.partial(run, how) for how in (True, False))
+        by_kernel, by_xla = (
+            functools.partial(run, how) for how in (self._compiled, None)
+        )
 
         def compute(*operands):
             if not leaf.has_kernel:
@@ -314,7 +317,7 @@ def _add_up(totals: Sequence[Total], slices: Sequence[jax.Array]) -> list[jax.Ar
     found = []
     for total, x in zip(totals, slices, strict=True):
         shape = jax.ShapeDtypeStruct(x.shape, np.float32)
-        (terms,) = run_slice(total.part, [shape], False, False, x)
+        (terms,) = run_slice(total.part, [shape], False, None, x)
         found.append(jnp.sum(terms))
     return found
 

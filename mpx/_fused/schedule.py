@@ -152,26 +152,21 @@ def _run_part(
     interpret: bool,
     compiled: dict[Hashable, Any],
 ) -> dict[Var, Any]:
-    """Return the outputs of a part. Equal parts are traced once, and compiled once."""
+    """Return the outputs of a part."""
     # an output takes one place, though it may stand in a state twice
     over: dict[int, int] = {}
     for i, v in enumerate(part.arrays):
         if in_place[v] in part.outputs:
             over.setdefault(part.outputs.index(in_place[v]), i)
     pairs = {i: output for output, i in over.items()}
-    key = signature(part), part.size, tuple(pairs.items())
-    if key not in compiled:
-        compiled[key] = jax.jit(functools.partial(in_a_kernel, part, pairs, interpret))
-    compute = functools.partial(_on_rows, part, compiled[key])
+    kernel = _kernel(part, pairs, interpret, compiled)
+    compute = functools.partial(_on_rows, part, kernel)
     # And in its context: `zero1` makes axes of a mesh automatic.
     with with_source_of(part.equations[0]):
         operands = [values[v] for v in part.arrays] + [
             values[v].reshape(()) for v in part.scalars
         ]
-        if jax.sharding.get_abstract_mesh().manual_axes:  # arrays are what a device has
-            results = compute([v.aval.shape for v in part.outputs], *operands)
-        else:
-            results = sharded(part, compute, *operands)
+        results = _on_devices(part, compute, operands)
     return dict(zip(part.outputs, results, strict=True))
 
 
@@ -179,25 +174,44 @@ def run_slice(
     part: Part,
     outputs: Sequence[jax.ShapeDtypeStruct],
     interpret: bool,
-    in_kernel: bool,
+    compiled: dict[Hashable, Any] | None,
     *operands: jax.Array,
 ) -> list[jax.Array]:
     """Return the outputs of a part on a slice of the leaf, from such a slice of its
     arrays and then its scalars; `outputs` are their shapes.
+
+    It is a kernel, of those that are `compiled`, or else XLA's.
     """
     shapes = [x.shape for x in outputs]
     if part.block == 1:  # in the shape that it has, which XLA can divide
         in_rows = part._replace(width=math.prod(shapes[0][-1:]))
         run = functools.partial(run_part, in_rows)
         return _on_rows(in_rows, run, shapes, *operands)
-    how = functools.partial(in_a_kernel, part, {}, interpret)
-    run = jax.jit(how) if in_kernel else functools.partial(run_part, part)
+    run = functools.partial(run_part, part)
+    if compiled is not None:
+        run = _kernel(part, {}, interpret, compiled)
     compute = functools.partial(_on_rows, part, run)
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return compute(shapes, *operands)
     arrays = operands[: len(part.arrays)]
     here = [[jex_core.Var(jax.typeof(x)) for x in xs] for xs in (arrays, outputs)]
-    return sharded(part._replace(arrays=here[0], outputs=here[1]), compute, *operands)
+    local = part._replace(arrays=here[0], outputs=here[1])
+    return _on_devices(local, compute, operands)
+
+
+def _kernel(
+    part: Part, pairs: dict[int, int], interpret: bool, compiled: dict[Hashable, Any]
+) -> Any:
+    """Return the kernel of a part. Equal parts are traced once, and compiled once."""
+    key = signature(part), part.size, tuple(pairs.items())
+    if key not in compiled:
+        compiled[key] = jax.jit(functools.partial(in_a_kernel, part, pairs, interpret))
+    return compiled[key]
+
+
+def _on_devices(part: Part, compute: Any, operands: Sequence[Any]) -> list[jax.Array]:
+    """Compute the outputs of a part on each device from its own shards."""
+    if jax.sharding.get_abstract_mesh().manual_axes:  # arrays are what a device has
+        return compute([v.aval.shape for v in part.outputs], *operands)
+    return sharded(part, compute, *operands)
 
 
 def _on_rows(
