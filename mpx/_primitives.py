@@ -5,6 +5,9 @@ A primitive that is not in the table gets the careful answer: it mixes elements,
 nothing, and is expensive. Primitives with the same facts share a row.
 """
 
+import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 
@@ -118,6 +121,7 @@ _ROWS = {
     "custom_jvp_call custom_vjp_call": Facts(runs="custom"),
     "cond": Facts(runs="branches"),
     "shard_map": Facts(runs="devices"),
+    "custom_partitioning": Facts(triton="none"),
     "scan while": Facts(runs="loop"),
 }
 
@@ -140,3 +144,37 @@ def holds_programs_run_once(eqn: Any) -> bool:
     conditional.
     """
     return facts_of(eqn).runs not in ("", "loop")
+
+
+@dataclasses.dataclass(frozen=True)
+class OfMatrices:
+    """Tells XLA where to compute an operation, and the reader of a program what it is:
+    each matrix of the result is a function of the same matrix of the last operand.
+
+    Attributes:
+        partition: a callback of `custom_partitioning`, as this is.
+        whole: the operation on matrices that a device has whole: `[k, m, n]`.
+    """
+
+    partition: Callable[..., Any]
+    whole: Callable[[Any], Any]
+
+    def __call__(self, *given: Any) -> Any:
+        """Say where to compute it."""
+        return self.partition(*given)
+
+
+def of_matrices(eqn: Any) -> OfMatrices | None:
+    """Return what is said of a function of matrices, of one leaf; None if an equation
+    is something else.
+    """
+    said = eqn.params.get("partition")
+    is_one = isinstance(said, OfMatrices) and len(eqn.invars) == 2
+    return said if is_one else None
+
+
+def matrix_size(eqn: Any) -> int:
+    """Return how many numbers a function of matrices needs together; 1 if an equation
+    is something else.
+    """
+    return math.prod(eqn.outvars[0].aval.shape[-2:]) if of_matrices(eqn) else 1

@@ -466,6 +466,56 @@ def test_devices_compute_the_same_bits_and_results_lie_where_they_did(
         assert reasons["w"] == RELEASED
 
 
+def mixed(params, x):
+    """Apply layers of experts, of which each device has two."""
+
+    def layer(x, w):
+        divided = P("data")
+
+        def of_experts(x, w):
+            x = lax.all_gather(x, "data", tiled=True)
+            y = jnp.tanh(jnp.einsum("bc,ecd->ebd", x, w)).sum(0)
+            return lax.psum_scatter(y, "data", tiled=True)
+
+        run = jax.shard_map(of_experts, in_specs=divided, out_specs=divided)
+        return x + run(x, w), None
+
+    return (lax.scan(layer, x, params["experts"])[0] ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (AxisType.Explicit, RELEASED),
+        (
+            AxisType.Auto,
+            "devices may have parts of the matrices that its step needs whole",
+        ),
+    ],
+)
+def test_matrices_that_a_device_is_known_to_have_whole_are_stepped_in_the_loop(
+    kind, reason
+):
+    """The function rounds nothing, so that its bits are those of any program."""
+    halves = mpx.each_matrix(lambda x: x.T[::-1].T / 2 + jnp.max(jnp.abs(x)))
+    tx = optax.chain(optax.trace(0.9), halves, optax.scale(-0.125))
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        w = jax.random.normal(jax.random.key(0), (3, 16, 8, 8)) / 8
+        params = {"experts": jax.device_put(w, NamedSharding(mesh, P(None, "data")))}
+        x = jax.device_put(np.tile(X[:, :8], (4, 1)), NamedSharding(mesh, P("data")))
+        one, two = ways(mixed, tx)
+        both = jax.jit(
+            lambda *given: (one(*given), two(*given)), compiler_options=in_order()
+        )
+        state = tx.init(params)
+        for _ in range(2):
+            actual, expected = both(params, state, x)
+            assert_same_bits(actual, expected)
+            params, state, _ = expected
+        assert one.plan(params, state, x).rows[0].reason == reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("is_mean", [True, False])

@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn
 from mpx._fused.known import Known
 from mpx._jaxprs import Calls, Graph, dtype_of, is_literal
 from mpx._loss_scale import is_power_of_two
-from mpx._primitives import facts_of
+from mpx._primitives import facts_of, matrix_size, of_matrices
 
 # a variable of a program: `jax.extend.core.Var`, whose types know less than it does
 Var = Any
@@ -254,8 +254,8 @@ class Partition:
         }
         size, smallest = max(sizes), min(sizes - {1}, default=1)
         # The array with the fewest numbers has one for each of the largest blocks; a
-        # row holds at least such a block.
-        block = size // smallest
+        # row holds at least such a block, and a matrix that a function needs whole.
+        block = math.lcm(size // smallest, *map(matrix_size, equations))
         width = max(block, math.gcd(size, TILE if block == 1 else _NARROWEST))
         return Part(
             list(dict.fromkeys(read.values())),
@@ -361,6 +361,8 @@ def _keeps_places(eqn: JaxprEqn) -> bool:
     """Return whether elements stay in order: at their places, or one for each block of
     neighbours.
     """
+    if of_matrices(eqn):
+        return True
     name, facts, result = eqn.primitive.name, facts_of(eqn), _shape_of(eqn.outvars[0])
     shapes = [_shape_of(v) for v in eqn.invars if size_of(v) > 1]
     if facts.elementwise and not facts.communicates:

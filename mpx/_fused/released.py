@@ -12,6 +12,7 @@ skipped, gradients are kept.
 """
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,17 +22,20 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
+from jax.sharding import AxisType
 
 from mpx._fused.fused_update import run_by
 from mpx._fused.partition import Part, Partition, Var, size_of
 from mpx._fused.schedule import run_slice
 from mpx._fused.totals import is_total
 from mpx._jaxprs import Graph, closed_jaxpr, is_literal, scan_counts, with_source_of
-from mpx._primitives import facts_of
+from mpx._primitives import facts_of, of_matrices
+from mpx._shardings import are_several_in_sight, parts_at
 
 NO_LOOP = "no loop over layers makes its gradient"
 READ_ELSEWHERE = "something else reads its gradient"
 NEEDS_GRADIENTS = "its step needs other gradients first, for a norm or a skip"
+PARTS_OF_MATRICES = "devices may have parts of the matrices that its step needs whole"
 Values = dict[Var, Any]
 # Returns a function that runs under automatic axes, and whose results are slices of
 # such stacks.
@@ -129,6 +133,8 @@ class Search:
         sizes = [size_of(v) for v in (*part.arrays, *part.outputs)]
         if any(n % length for n in sizes) or part.size // length % part.block:
             return "its blocks reach over layers"
+        if any(map(of_matrices, part.equations)) and not _has_whole(stack.result):
+            return PARTS_OF_MATRICES
         if any(self._graph.number(v) >= now for v in stack.factors):
             return "a number that is known later multiplies its gradient"
         # Of a step without blocks XLA makes good kernels itself.
@@ -147,6 +153,16 @@ class Search:
             for eqn in filter(is_total, self._program.eqns)
         ]
         return [x for x in found if len(x.part.arrays) == 1 and not x.part.scalars]
+
+
+def _has_whole(stack: Var) -> bool:
+    """Return whether each device is known to have matrices of its own, whole."""
+    sharding = stack.aval.sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return not are_several_in_sight()
+    of_stack = range(1, stack.aval.ndim - 2)
+    parts = [parts_at(sharding.mesh, sharding.spec, i) for i in of_stack]
+    return math.prod(parts) == sharding.mesh.size
 
 
 class Loop:

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from mpx._fused.partition import Part, places_in_rows, size_of
 from mpx._jaxprs import dtype_of, is_literal
-from mpx._primitives import facts_of
+from mpx._primitives import facts_of, of_matrices
 
 _REDUCERS = {
     "reduce_max": lax.reduce_max,
@@ -82,6 +82,10 @@ def _run(
     # Elements of a scalar are equal.
     if facts.moves == "same" or (facts.blocks and not np.ndim(operands[0])):
         return operands[0]
+    if matrices := of_matrices(eqn):
+        x = operands[1]
+        shape = -1, *eqn.outvars[0].aval.shape[-2:]
+        return matrices.whole(x.reshape(shape)).reshape(x.shape)
     if facts.blocks == "view":
         return _repeated(operands[0], width)
     if facts.blocks == "reduce":

@@ -25,7 +25,13 @@ from mpx._autocast.transform import autocast
 from mpx._fp8 import Fp8
 from mpx._jaxprs import constants_of, open_jaxpr
 from mpx._policy import Policy
-from mpx._shardings import explicit_sharding, in_auto, names_at
+from mpx._primitives import OfMatrices
+from mpx._shardings import (
+    are_several_in_sight,
+    explicit_sharding,
+    in_auto,
+    names_at,
+)
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -196,7 +202,22 @@ class _Matrices(NamedTuple):
     sent: Any  # the dtype in which they are sent, or None
 
     def run(self, like: Sequence[Any], leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the results for leaves, where the arrays that they are like lie."""
+        """Return the results for leaves, where the arrays that they are like lie.
+
+        Leaves that share no round are operations of their own, so that the step of each
+        may run in a loop over its layers.
+        """
+        together = [i for i, x in enumerate(leaves) if _may_share_rounds(x)]
+        alone = [[i] for i in range(len(leaves)) if i not in together]
+        results: dict[int, jax.Array] = {}
+        for some in filter(None, (together, *alone)):
+            given = [like[i] for i in some], [leaves[i] for i in some]
+            results |= zip(some, self._run_together(*given), strict=True)
+        return [results[i] for i in range(len(leaves))]
+
+    def _run_together(
+        self, like: Sequence[Any], leaves: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         from jax.experimental.custom_partitioning import (
             ArrayMapping,
             SdyShardingRule,
@@ -249,7 +270,7 @@ class _Matrices(NamedTuple):
         others = tuple(map(axes_of, jax.tree.leaves(closed_over)))
         run = custom_partitioning(on_one_device)
         run.def_partition(
-            partition,
+            OfMatrices(partition, lambda x: of_device([_Way()], [x], [[]])[0]),
             sharding_rule=SdyShardingRule((*axes, *axes, *others), axes),
             # XLA may have places that JAX has no name for: `_known`.
             decode_shardings=False,
@@ -328,6 +349,15 @@ class _Matrices(NamedTuple):
         """Round an array once, for both ways."""
         is_wider = self.sent is not None and x.dtype.itemsize > self.sent.itemsize
         return x.astype(self.sent) if is_wider else x
+
+
+def _may_share_rounds(x: jax.Array) -> bool:
+    """Return whether devices may compute matrices of a leaf beside those of another.
+
+    Of what is stacked twice, such as experts in layers, the rest of a last round is
+    little.
+    """
+    return x.ndim <= 3 and are_several_in_sight()
 
 
 def _as(dtype: Any, program: Any) -> Function:

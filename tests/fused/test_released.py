@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import mpx
 from mpx._fused import released
@@ -395,10 +396,13 @@ def new_parameters_in_the_state():
     return optax.GradientTransformation(init, update)
 
 
+def turned(x):
+    """Mix all elements of a matrix, by operations without roundings."""
+    return x.T[::-1].T + jnp.max(jnp.abs(x))
+
+
 def muon_on_matrices():
-    muon = optax.chain(
-        optax.trace(0.95), mpx.each_matrix(mpx.newton_schulz), optax.scale(-1e-2)
-    )
+    muon = optax.chain(optax.trace(0.95), mpx.each_matrix(turned), optax.scale(-1e-2))
     return optax.partition(
         {"muon": muon, "adam": ADAMW},
         lambda params: jax.tree.map(
@@ -438,7 +442,7 @@ OPTIMIZERS = {
     ),
     "muon": (
         muon_on_matrices,
-        kept("arrays come from `custom_partitioning`", "w"),
+        kept("devices may have parts of the matrices that its step needs whole", "w"),
     ),
     "static scale": (
         lambda: mpx.loss_scaling(ADAMW, mpx.StaticLossScale(2.0**8)),
@@ -459,6 +463,17 @@ QUICK_OPTIMIZERS = {"clip_by_global_norm", "one average twice"}
 def test_an_optimizer_has_the_same_bits(name):
     make, reasons = OPTIMIZERS[name]
     assert assert_same_training(LOSS, make(), weights(), X) == reasons
+
+
+@pytest.mark.parametrize("recipe", cases(["f32", "bf16-split24-8bit"], {"f32"}))
+def test_a_function_of_matrices_is_called_where_a_layer_is_stepped(recipe):
+    """One device has all matrices whole."""
+    tx = mpx.mixed_precision(muon_on_matrices(), recipe)
+    params = mpx.get_policy(recipe).cast_to_param(weights(width=64))
+    loss = mpx.autocast(LOSS, recipe)
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        reasons = assert_same_training(loss, tx, params, np.tile(X, (4, 4)))
+    assert reasons == ALL_RELEASED
 
 
 # Rules that need all elements of a leaf or of the tree, or gradients of the step before
