@@ -43,6 +43,7 @@ def train_step(
     has_aux: bool = False,
     argnums: int = 0,
     grad_dtype: DTypeLike | Literal["as_computed"] | None = "as_computed",
+    recompute_gradients: bool = False,
     interpret: bool = False,
 ) -> "TrainStep":
     """Compute the loss, its gradients and the step of an optimizer, without ever
@@ -56,9 +57,10 @@ def train_step(
     a loop need none of this: XLA frees each gradient when it is used.
 
     Gradients of all leaves are kept for what needs them together: clipping by the
-    global norm, a dynamic loss scale (a step is skipped as a whole), accumulation. So
-    are those of leaves that the optimizer does not treat element by element, or in
-    blocks inside of a layer.
+    global norm (without `recompute_gradients`), a dynamic loss scale (a step is skipped
+    as a whole), accumulation. So are those of leaves that the optimizer does not treat
+    element by element, in blocks inside of a layer, or as matrices that a device is
+    known to have whole.
 
     Args:
         loss_fn: a function of parameters and other arguments that returns a scalar
@@ -67,6 +69,10 @@ def train_step(
         has_aux: whether `loss_fn` returns a pair.
         argnums: the number of the argument of `loss_fn` that the parameters are.
         grad_dtype: as in `value_and_grad`.
+        recompute_gradients: whether loops may run twice, first for the sums that a step
+            needs of all gradients, such as the norm of `optax.clip_by_global_norm`, and
+            then for the steps. That is a second backward pass. Norms are added up layer
+            by layer, so their last bits may differ.
         interpret: whether to run kernels without a GPU, as in `fused_update`.
 
     Returns:
@@ -105,7 +111,9 @@ def train_step(
         )
     tx = _errors.as_transformation(tx, "train_step")
     update = fused_update(tx, interpret=interpret)
-    return TrainStep(loss_fn, update, has_aux, argnums, grad_dtype)
+    return TrainStep(
+        loss_fn, update, has_aux, argnums, grad_dtype, bool(recompute_gradients)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +125,7 @@ class TrainStep:
     has_aux: bool
     argnums: int
     grad_dtype: Any
+    recompute_gradients: bool
 
     def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
         """Return the new parameters, the new state, the loss, and what else the
@@ -141,6 +150,7 @@ class TrainStep:
                 path,
                 bytes_of(v.aval.dtype, v.aval.size),
                 "" if isinstance(x, Released) else x,
+                isinstance(x, Released) and x.is_late,
             )
             for path, x, v in zip(
                 _trees.path_names(params).values(),
@@ -160,11 +170,13 @@ class TrainRow:
         path: the path of the parameter.
         bytes: those of its gradient.
         reason: why the gradient is ever whole; empty if it is not.
+        is_recomputed: whether it is computed twice, first for a sum.
     """
 
     path: str
     bytes: int
     reason: str
+    is_recomputed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +187,9 @@ class TrainPlan(Result):
 
     def _parts(self) -> Iterable[Table | str]:
         unit = unit_for([row.bytes for row in self.rows])
+        never = {False: "never whole", True: "never whole, computed twice"}
         lines = [
-            (row.path, shown(row.bytes, unit), row.reason or "never whole")
+            (row.path, shown(row.bytes, unit), row.reason or never[row.is_recomputed])
             for row in self.rows
         ]
         header = ("leaf", f"gradient, {unit[0]}", "kept")
@@ -240,7 +253,13 @@ class _Programs:
         self._partition = Partition(self._update, calls)
         self._in_place = in_place_of(self._update, self._partition, *counts)
         inputs = self._update.invars
-        search = Search(graph, self._update, self._partition, self._sources)
+        search = Search(
+            graph,
+            self._update,
+            self._partition,
+            self._sources,
+            step.recompute_gradients,
+        )
         self.released = [
             search.released(*pair) for pair in zip(self._stacks, inputs, strict=False)
         ]
@@ -293,14 +312,25 @@ class _Programs:
                 (v, value(x)) for v, x in pairs if is_literal(x) or x in of_grads
             )
 
+        late: list[Loop] = []
+
+        def run(loop):
+            self._compute(loop.needed)
+            loop.run(of_grads, of_update, self._interpret, self._placed_like)
+
         for eqn in self._program.eqns:
             if loop := self._loops.get(id(eqn)):
                 catch_up()
-                self._compute(loop.needed)
-                loop.run(of_grads, of_update, self._interpret, self._placed_like)
+                if loop.is_late:
+                    loop.add_up(of_grads, of_update, self._placed_like)
+                    late.append(loop)
+                else:
+                    run(loop)
             elif id(eqn) not in tails:
                 waiting.append(eqn)
         catch_up()
+        for loop in late:
+            run(loop)
         new = jax.tree.unflatten(self._tree, self._rest())
         rest = map(value, self._program.outvars[self._counts[0] :])
         _, outcome = jax.tree.unflatten(self._results, [*self.gradients, *rest])

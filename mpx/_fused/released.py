@@ -8,7 +8,8 @@ step on this slice, and writes it back. No gradient of all layers exists.
 
 What all elements share (counts, schedules, keys) is computed before the loop, so it
 must not depend on a gradient. With a norm of all gradients, or a step that may be
-skipped, gradients are kept.
+skipped, gradients are kept; or else a loop runs twice, first for the sums of its
+gradients, and at the end for its steps.
 """
 
 import functools
@@ -72,6 +73,7 @@ class Released(NamedTuple):
     part: Part  # of that program
     totals: list[Total]  # that are added up in the loop, too
     has_kernel: bool
+    is_late: bool  # whether the step needs such sums over all gradients
 
 
 def find_stack(graph: Graph, gradient: Any) -> Stack | str:
@@ -96,7 +98,7 @@ class Search:
     """Looks for the leaves that loops can release.
 
     `graph` is that of the gradients. `program` is the update; its first inputs are what
-    the gradients are `made_of`.
+    the gradients are `made_of`. `twice` says whether loops may run twice.
     """
 
     def __init__(
@@ -105,7 +107,9 @@ class Search:
         program: jex_core.Jaxpr,
         partition: Partition,
         made_of: Sequence[Any],
+        twice: bool,
     ):
+        self._twice = twice
         self._graph, self._program, self._partition = graph, program, partition
         self._update = Graph(program)
         self._printed = [v for eqn in program.eqns if eqn.effects for v in eqn.invars]
@@ -123,7 +127,8 @@ class Search:
         part, now = leaf.rows, self._graph.number(stack.result)
         late = {v for v, x in self._sources.items() if self._graph.number(x) >= now}
         others = [v for v in part.arrays if v is not source]
-        if self._behind([*part.scalars, *others]) & late:
+        is_late = bool(self._behind([*part.scalars, *others]) & late)
+        if is_late and not (self._twice and self._needs_sums_alone(part, others)):
             return NEEDS_GRADIENTS
         totals = [x for x in self._totals if x.part.arrays == [source]]
         done = {*part.outputs, *(total.result for total in totals)}
@@ -139,7 +144,17 @@ class Search:
             return "a number that is known later multiplies its gradient"
         # Of a step without blocks XLA makes good kernels itself.
         has_kernel = leaf.part is not None and part.block > 1
-        return Released(stack, source, part, totals, has_kernel)
+        return Released(stack, source, part, totals, has_kernel, is_late)
+
+    def _needs_sums_alone(self, part: Part, others: Sequence[Var]) -> bool:
+        """Return whether sums are all that a step needs of gradients of loops."""
+        sums = {total.result for total in self._totals}
+        stacks = {v for v, x in self._sources.items() if self._is_stacked(x)}
+        return not self._behind([*part.scalars, *others], sums) & stacks
+
+    def _is_stacked(self, v: Any) -> bool:
+        eqn = self._graph.maker(v)
+        return eqn is not None and eqn.primitive.name == "scan"
 
     def _behind(self, values: Iterable[Any], but: Iterable[Var] = ()) -> set[Var]:
         but, through = {*but}, self._partition.resolved
@@ -201,11 +216,64 @@ class Loop:
         ]
 
     @property
+    def is_late(self) -> bool:
+        """Return whether steps need sums that only the loop can give."""
+        return any(leaf.is_late for leaf in self._leaves)
+
+    @property
     def needed(self) -> list[Var]:
         """Return what the update must have computed before."""
         sources = {leaf.source for leaf in self._leaves}
         read = [v for x in self._leaves for v in (*x.part.scalars, *x.part.arrays)]
         return [v for v in (*read, *self._new) if v not in sources]
+
+    @property
+    def _totals(self) -> list[Total]:
+        return [total for leaf in self._leaves for total in leaf.totals]
+
+    def add_up(self, of_grads: Values, of_update: Values, place: Place) -> None:
+        """Run the loop without steps, and add its sums and what else it returns to the
+        values of both programs.
+        """
+        eqn, (consts, carries) = self._eqn, scan_counts(self._eqn)
+        reads: list[Any] = eqn.invars
+        operands = [v.val if is_literal(v) else of_grads[v] for v in reads]
+        body = jex_core.jaxpr_as_fun(closed_jaxpr(eqn.params["jaxpr"]))
+        places = {x.source: eqn.outvars.index(x.stack.result) for x in self._leaves}
+
+        def turn(state, layer):
+            inner, sums = state
+            made = body(*operands[:consts], *inner, *layer)
+            known = {source: made[i] for source, i in places.items()}
+            sums = _with_sums(self._totals, sums, known, place)
+            return (made[:carries], sums), [made[i] for i in self._kept]
+
+        with with_source_of(eqn):
+            (inner, sums), kept = lax.scan(
+                turn,
+                (operands[consts : self._reads], _zeros(self._totals)),
+                operands[self._reads :],
+                length=self._length,
+                reverse=eqn.params["reverse"],
+                unroll=eqn.params["unroll"],
+            )
+        self._add(of_grads, of_update, inner, kept, self._totals, sums)
+
+    def _add(
+        self,
+        of_grads: Values,
+        of_update: Values,
+        inner: Sequence[Any],
+        kept: Sequence[Any],
+        totals: Sequence[Total],
+        sums: Sequence[Any],
+    ) -> None:
+        """Add what a run returns, unless a run before did."""
+        results = self._eqn.outvars
+        made = [*results[: len(inner)], *(results[i] for i in self._kept)]
+        for v, x in zip(made, (*inner, *kept), strict=True):
+            of_grads.setdefault(v, x)
+        of_update |= zip((v for v, _ in totals), sums, strict=True)
 
     def run(
         self, of_grads: Values, of_update: Values, interpret: bool, place: Place
@@ -223,7 +291,7 @@ class Loop:
         body = jex_core.jaxpr_as_fun(closed_jaxpr(eqn.params["jaxpr"]))
         places = {x.source: eqn.outvars.index(x.stack.result) for x in self._leaves}
 
-        totals = [total for leaf in self._leaves for total in leaf.totals]
+        totals = [x for x in self._totals if x.result not in of_update]
 
         def turn(state, now):
             (inner, carried, sums), (index, given, others, before) = state, now
@@ -244,11 +312,7 @@ class Loop:
             ]
             made = body(*operands[:consts], *inner, *xs)
             known |= {source: made[i] for source, i in places.items()}
-            # Their slices have no axes, so they are on all devices.
-            more = place(functools.partial(_add_up, totals), sums)(
-                [known[total.part.arrays[0]] for total in totals]
-            )
-            sums = [x + y for x, y in zip(sums, more, strict=True)]
+            sums = _with_sums(totals, sums, known, place)
             for leaf in self._leaves:
                 slices = self._step(leaf, layers, known, of_update, interpret, place)
                 for v, x in zip(leaf.part.outputs, slices, strict=True):
@@ -267,7 +331,7 @@ class Loop:
                 (
                     operands[consts : self._reads],
                     stacks[: len(carried)],
-                    [jnp.zeros((), v.aval.dtype) for v, _ in totals],
+                    _zeros(totals),
                 ),
                 (
                     jnp.arange(self._length),
@@ -278,9 +342,7 @@ class Loop:
                 reverse=eqn.params["reverse"],
                 unroll=eqn.params["unroll"],
             )
-        of_update |= zip((v for v, _ in totals), sums, strict=True)
-        of_grads |= zip(eqn.outvars[:carries], inner, strict=True)
-        of_grads |= {eqn.outvars[i]: x for i, x in zip(self._kept, kept, strict=True)}
+        self._add(of_grads, of_update, inner, kept, totals, sums)
         of_update |= {
             v: x.reshape(v.aval.shape)
             for v, x in zip(self._outputs, carried, strict=True)
@@ -326,6 +388,21 @@ def bound(eqn: JaxprEqn, *operands: Any) -> Any:
     """
     params = eqn.params | dict.fromkeys(eqn.params.keys() & {"sharding"})
     return eqn.primitive.bind(*operands, **params)
+
+
+def _zeros(totals: Sequence[Total]) -> list[jax.Array]:
+    return [jnp.zeros((), v.aval.dtype) for v, _ in totals]
+
+
+def _with_sums(
+    totals: Sequence[Total], sums: Sequence[Any], known: Values, place: Place
+) -> list[jax.Array]:
+    """Return sums with those of the gradients of one layer added."""
+    # Their slices have no axes, so they are on all devices.
+    more = place(functools.partial(_add_up, totals), sums)(
+        [known[total.part.arrays[0]] for total in totals]
+    )
+    return [x + y for x, y in zip(sums, more, strict=True)]
 
 
 def _add_up(totals: Sequence[Total], slices: Sequence[jax.Array]) -> list[jax.Array]:

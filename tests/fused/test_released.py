@@ -274,6 +274,48 @@ def test_two_scans_are_two_loops():
     assert set(reasons.values()) == {RELEASED}
 
 
+def two_scans(params, x):
+    for name in ("first", "second"):
+        x, _ = lax.scan(layer, x, stacks(params[name]))
+    return ((x @ params["first"]["head"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("max_norm", [1e9, 1e-2])
+def test_loops_run_twice_where_a_norm_of_all_gradients_comes_first(max_norm):
+    """What is not clipped has the same bits; norms are added up in another order."""
+    sgd = optax.sgd(1.0, momentum=0.9)
+    tx = optax.chain(optax.clip_by_global_norm(max_norm), sgd)
+    params = {"first": weights(), "second": stacks(weights(1, depth=(5,)))}
+    state = tx.init(params)
+    twice = mpx.train_step(two_scans, tx, recompute_gradients=True)
+    _, apart = ways(two_scans, tx)
+    both = jax.jit(
+        lambda *given: (twice(*given), apart(*given)), compiler_options=in_order()
+    )
+    for _ in range(2):
+        actual, expected = both(params, state, X)
+        if max_norm > 1:
+            assert_same_bits(actual, expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+            actual,
+            expected,
+        )
+        params, state, _ = expected
+    rows = twice.plan(params, state, X).rows
+    assert {row.path for row in rows if row.is_recomputed} == {
+        f"{scan}/{name}" for scan in ("first", "second") for name in STACKS
+    }
+    assert {row.reason for row in rows if row.is_recomputed} == {RELEASED}
+
+
+def test_a_choice_that_is_no_sum_keeps_gradients():
+    tx = optax.apply_if_finite(ADAMW, 3)
+    step = mpx.train_step(LOSS, tx, recompute_gradients=True)
+    plan = step.plan(weights(), tx.init(weights()), X)
+    assert {row.path: row.reason for row in plan.rows} == BY_A_BRANCH
+
+
 @pytest.mark.slow
 def test_a_scan_of_one_layer_is_a_loop():
     """Its stack of scalars is a scalar: XLA computes that."""
