@@ -19,8 +19,8 @@ of weights and one `scan`. What makes a large one fit:
 - Between the passes a layer keeps its input alone, in 8 bits if `Config.kept` says so.
 - AdamW's step of a layer runs where its gradient is made: no gradient of all layers
   exists.
-- Attention is computed for one head of keys at a time, and logits for one part of each
-  sequence.
+- Attention is computed for one head of keys at a time, and logits for one part of the
+  vocabulary, so that no device ever has the head or its gradient whole.
 - A device looks up all tokens in its columns of the embedding: neither that nor its
   gradient is ever whole.
 
@@ -31,9 +31,9 @@ values.
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ from typer import Option
 
 import mpx
 from examples.gpt import devices
-from examples.gpt.loss import cross_entropy
+from examples.gpt.loss import log_sum_exp, target_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Config:
     kept: Literal["bf16"] | mpx.StateFormat | None = (
         None  # how a layer keeps its input; None: as it is
     )
-    loss_parts: int = 2  # of a sequence; each of them gathers the head
+    loss_parts: int = 2  # of the vocabulary; each gathers its part of the head
 
 
 CONFIGS = {
@@ -78,6 +78,7 @@ CONFIGS = {
     "405B": Config(width=16_384, hidden=53_248, depth=126, heads=128),
 }
 WHOLE, DIVIDED = P(), P("data")
+KEPT = "kept"  # the name of what a layer keeps beside its input
 PLACES = {
     "embedding": P(None, "data"),
     "layers": P(None, "data"),
@@ -117,6 +118,13 @@ def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
         "out": (width, width),
     }
     sizes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    return random_params(config, sizes, key)
+
+
+def random_params(
+    config: Config, sizes: dict[str, tuple[int, ...]], key: jax.Array
+) -> dict[str, Any]:
+    """Return float32 weights of a model whose layers have weights of these sizes."""
     random = iter(jax.random.split(key, len(sizes) + 2))
 
     def normal(*shape):
@@ -126,16 +134,17 @@ def init_params(config: Config, key: jax.Array) -> dict[str, Any]:
         return jnp.ones(shape, jnp.float32)
 
     params: dict[str, Any] = {
-        "embedding": normal(config.vocabulary, width),
-        "head": normal(width, config.vocabulary),
+        "embedding": normal(config.vocabulary, config.width),
+        "head": normal(config.width, config.vocabulary),
     }
     params["layers"] = {
         name: normal(config.depth, *size) for name, size in sizes.items()
     }
     params["layers"] |= {
-        name: ones(config.depth, width) for name in ("attention_norm", "mlp_norm")
+        name: ones(config.depth, config.width)
+        for name in ("attention_norm", "mlp_norm")
     }
-    params["norm"] = ones(width)
+    params["norm"] = ones(config.width)
     return {name: on_mesh(tree, PLACES[name]) for name, tree in params.items()}
 
 
@@ -168,7 +177,8 @@ def attention(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Arra
     """Return, for each position of x (B, T, C), a mean of the positions up to it."""
 
     def heads(name):
-        return (x @ w[name]).reshape(*x.shape[:2], -1, config.width // config.heads)
+        size = w["query"].shape[-1] // config.heads
+        return (x @ w[name]).reshape(*x.shape[:2], -1, size)
 
     operands = [
         rotated(heads("query")),
@@ -192,7 +202,7 @@ def attention(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Arra
     else:
         groups = [jnp.stack(jnp.split(z, config.key_heads, 2)) for z in operands]
         mixed = jnp.concatenate(list(jax.lax.map(jax.checkpoint(attend), groups)), 2)
-    return mixed.reshape(x.shape) @ w["out"]
+    return mixed.reshape(*x.shape[:2], -1) @ w["out"]
 
 
 def layer(config: Config, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
@@ -207,23 +217,63 @@ def loss_fn(config: Config, params: dict[str, Any], tokens: jax.Array) -> jax.Ar
     """Return the mean cross-entropy of each next token, in nats, of tokens (B, T +
     1).
     """
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    x, _ = through_layers(
+        config, lambda x, w: (layer(config, x, w), None), params, tokens
+    )
+    return next_token_loss(config, params, x, tokens)
+
+
+def through_layers(
+    config: Config,
+    layer: Callable[[jax.Array, Any], tuple[jax.Array, Any]],
+    params: dict[str, Any],
+    tokens: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """Return the residual stream (B, T, C) of tokens (B, T + 1) behind all layers, and
+    what else each of them returns.
+    """
     # All tokens in some columns, then some in all.
-    x = on_mesh(params["embedding"][on_mesh(inputs)], DIVIDED)
+    x = on_mesh(params["embedding"][on_mesh(tokens[:, :-1])], DIVIDED)
     in_few_bits = functools.partial(mpx.checkpoint, kept=config.kept, argnums=0)
     checkpoint = jax.checkpoint if config.kept is None else in_few_bits
-    x, _ = jax.lax.scan(
-        checkpoint(lambda x, w: (layer(config, x, w), None)), x, params["layers"]
-    )
-    x = norm(x, params["norm"])
-    losses = jax.checkpoint(
-        lambda part: cross_entropy(part[0] @ on_mesh(params["head"]), part[1]).sum()
-    )
-    parts = [jnp.stack(jnp.split(z, config.loss_parts, 1)) for z in (x, targets)]
-    return jax.lax.map(losses, parts).sum() / targets.size
+    small = jax.checkpoint_policies.save_only_these_names(KEPT)
+    return jax.lax.scan(checkpoint(layer, policy=small), x, params["layers"])
+
+
+def next_token_loss(
+    config: Config, params: dict[str, Any], x: jax.Array, tokens: jax.Array
+) -> jax.Array:
+    """Return the mean cross-entropy of tokens (B, T + 1) from the residual stream.
+
+    The softmax is taken of one part of the vocabulary after another: a part of the head
+    is gathered for all tokens, and its gradient is added up over devices once.
+    """
+    x, targets = norm(x, params["norm"]), tokens[:, 1:]
+    size = config.vocabulary // config.loss_parts
+
+    def part(head, start):
+        logits = x @ on_mesh(head)
+        return log_sum_exp(logits), target_logits(logits, targets - start)
+
+    heads = params["head"].reshape(config.width, config.loss_parts, size)
+    parts = jnp.moveaxis(heads, 1, 0), size * jnp.arange(config.loss_parts)
+    totals, of_targets = jax.lax.map(lambda z: jax.checkpoint(part)(*z), parts)
+    return (jax.nn.logsumexp(totals, 0) - of_targets.sum(0)).mean()
 
 
 # --- The step. ---
+class Model(NamedTuple):
+    """What a training step needs of a model."""
+
+    configs: Mapping[str, Any]
+    init_params: Callable[[Any, jax.Array], dict[str, Any]]
+    loss_fn: Callable[[Any, dict[str, Any], jax.Array], Any]
+    has_aux: bool = False  # whether the loss comes with shares that are shown by name
+
+
+LLAMA = Model(CONFIGS, init_params, loss_fn)
+
+
 def make_rule(
     rule: Literal["adamw", "muon"], learning_rate: float
 ) -> optax.GradientTransformation:
@@ -261,18 +311,19 @@ def make_step(
     rule: Literal["adamw", "muon"] = "adamw",
     learning_rate: float = 3e-4,
     grad_dtype: Any = "as_computed",
+    model: Model = LLAMA,
 ) -> tuple[Callable[[jax.Array], tuple[Any, Any]], Callable[..., Any]]:
     """Return a function from a key to (params, opt_state), and the step of both and
     tokens, which donates them.
     """
     tx = mpx.mixed_precision(make_rule(rule, learning_rate), recipe)
-    loss = mpx.autocast(functools.partial(loss_fn, config), recipe)
+    loss = mpx.autocast(functools.partial(model.loss_fn, config), recipe)
 
     def start(key: jax.Array) -> tuple[Any, Any]:
-        params = mpx.get_policy(recipe).cast_to_param(init_params(config, key))
+        params = mpx.get_policy(recipe).cast_to_param(model.init_params(config, key))
         return params, tx.init(params)
 
-    step = mpx.train_step(loss, tx, grad_dtype=grad_dtype)
+    step = mpx.train_step(loss, tx, has_aux=model.has_aux, grad_dtype=grad_dtype)
     return start, jax.jit(step, donate_argnums=(0, 1))
 
 
@@ -281,24 +332,26 @@ def step_and_arguments(
     recipe: str = "bf16-split24-8bit",
     gpus: Sequence[Any] = (),
     rows: int = 1,
+    *,
+    model: Model = LLAMA,
     **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[()]]:
     """Return a step and the shapes of its arguments for `mpx program`, with nothing
     more to donate.
 
     `gpus` need not be there (`mpx.tools.program.target_devices("h200", 8)`); each has
-    some `rows` of `length` tokens. `options` are fields of `Config`, `length`, and
-    options of `make_step`.
+    some `rows` of `length` tokens. `options` are fields of the configuration, `length`,
+    and options of `make_step`.
     """
+    config = model.configs[size]
     fields = {
         field.name: options.pop(field.name)
-        for field in dataclasses.fields(Config)
+        for field in dataclasses.fields(config)
         if field.name in options
     }
     shape = (rows * max(1, len(gpus)), options.pop("length", 4096) + 1)
-    start, step = make_step(
-        dataclasses.replace(CONFIGS[size], **fields), recipe, **options
-    )
+    config = dataclasses.replace(config, **fields)
+    start, step = make_step(config, recipe, model=model, **options)
 
     def arguments():
         return (
@@ -312,50 +365,66 @@ def step_and_arguments(
     return step, devices.place(mesh, devices.shapes_on(mesh.shape, arguments)), ()
 
 
-def main(
-    recipe: Annotated[
-        str, Option(help="The name of a recipe, see `mpx.recipes()`.")
-    ] = "bf16-split-8bit",
-    size: Annotated[str, Option(help=f"Of {', '.join(CONFIGS)}.")] = "tiny",
-    steps: Annotated[int, Option(min=1)] = 100,
-    rows: Annotated[
-        int, Option(help="Sequences of a batch, a multiple of the number of devices.")
-    ] = 16,
-    length: Annotated[int, Option(help="Tokens of a sequence, an even number.")] = 128,
-    rule: Annotated[Literal["adamw", "muon"], Option(help="The optimizer.")] = "adamw",
+def command(model: Model) -> typer.Typer:
+    """Return the command that trains a model on bytes, on all devices that there
+    are.
+    """
+    app = typer.Typer(
+        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    sizes = f"Of {', '.join(model.configs)}."
+
+    @app.command()
+    def main(
+        recipe: Annotated[
+            str, Option(help="The name of a recipe, see `mpx.recipes()`.")
+        ] = "bf16-split-8bit",
+        size: Annotated[str, Option(help=sizes)] = "tiny",
+        steps: Annotated[int, Option(min=1)] = 100,
+        rows: Annotated[
+            int,
+            Option(help="Sequences of a batch, a multiple of the number of devices."),
+        ] = 16,
+        length: Annotated[int, Option(help="Tokens of a sequence.")] = 128,
+        rule: Annotated[
+            Literal["adamw", "muon"], Option(help="The optimizer.")
+        ] = "adamw",
+    ) -> None:
+        """Train on bytes, on all devices that there are."""
+        config = dataclasses.replace(model.configs[size], vocabulary=256)
+        options = {"rule": rule, "learning_rate": 1e-3, "model": model}
+        start, step = make_step(config, recipe, **options)
+        with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):
+            train(start, step, steps, rows, length)
+
+    return app
+
+
+def train(
+    start: Callable[..., Any],
+    step: Callable[..., Any],
+    steps: int,
+    rows: int,
+    length: int,
 ) -> None:
-    """Train a Llama on bytes, on all devices that there are."""
+    """Train on the bytes of Python's standard library, and print losses."""
     # Here, since it needs Grain, and a step does not.
     from examples.gpt import data
 
-    start, step = make_step(
-        dataclasses.replace(CONFIGS[size], vocabulary=256),
-        recipe,
-        rule=rule,
-        learning_rate=1e-3,
-    )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))),
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         data.prepare(Path(folder) / "tokens")
         text = data.Rows(Path(folder) / "tokens", "training", length)
         params, opt_state = jax.jit(start)(jax.random.key(0))
-        for number, tokens in zip(
-            range(1, steps + 1),
-            data.batches(text, batch_size=rows, seed=0),
-            strict=False,
-        ):
+        batches = data.batches(text, batch_size=rows, seed=0)
+        for number, tokens in zip(range(1, steps + 1), batches, strict=False):
             tokens = jax.device_put(tokens.astype("int32"), DIVIDED)
-            params, opt_state, loss = step(params, opt_state, tokens)
+            params, opt_state, loss, *aux = step(params, opt_state, tokens)
             if number % 10 == 0 or number == steps:
-                typer.echo(f"step {number}: loss {loss:.4f}")
+                shown = [f"{name} {x:.1%}" for d in aux for name, x in d.items()]
+                typer.echo(", ".join([f"step {number}: loss {loss:.4f}", *shown]))
 
 
-app = typer.Typer(
-    add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
-)
-app.command()(main)
+app = command(LLAMA)
 
 if __name__ == "__main__":
     app()

@@ -34,20 +34,26 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     float32 and nats.
     """
     logits = logits.astype(jnp.float32)
+    return log_sum_exp(logits) - target_logits(logits, targets)
+
+
+def target_logits(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the logits of the targets, or 0 where they have no such target."""
     # A comparison with an iota.
     is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
-    return _log_sum_exp(logits) - jnp.where(is_target, logits, 0).sum(-1)
+    return jnp.where(is_target, logits, 0).sum(-1)
 
 
 @jax.custom_jvp
-def _log_sum_exp(logits: jax.Array) -> jax.Array:
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """Return the logarithm of the sum of the exponentials of logits (..., V)."""
     top, total = _largest_and_sum(logits)
     return top + jnp.log(total)
 
 
-@_log_sum_exp.defjvp
+@log_sum_exp.defjvp
 def _log_sum_exp_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    result = _log_sum_exp(*primals)
+    result = log_sum_exp(*primals)
     return result, (jnp.exp(primals[0] - result[..., None]) * tangents[0]).sum(-1)
 
 
