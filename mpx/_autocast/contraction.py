@@ -19,6 +19,7 @@ from mpx._autocast.plan import Settings, Step
 from mpx._autocast.precision import ContractionPrecision
 from mpx._autocast.tags import UNKNOWN, Tag
 from mpx._jaxprs import dtype_of, is_f32, is_half
+from mpx._primitives import facts_of
 
 _PRECISE = (lax.Precision.HIGH, lax.Precision.HIGHEST)
 _VECTOR = "an operand is a vector, or one for each channel"
@@ -230,7 +231,8 @@ def transferred(step: Step, settings: Settings, x: jax.Array) -> jax.Array:
     float32 or in 16 bits too.
     """
     # Devices add up the cotangents of what they all hold. So that of a weight goes back
-    # in float32, as tangents go forth. That of a product is rounded by the product.
+    # in float32, as tangents go forth. That of a product is rounded by the product, and
+    # that of what one device gets is one number, which no sum over devices has yet.
     transfer = functools.partial(step.eqn.primitive.bind, **step.eqn.params)
     mesh, now = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
     if not mesh.empty and not now.empty and mesh != now:
@@ -249,7 +251,10 @@ def transferred(step: Step, settings: Settings, x: jax.Array) -> jax.Array:
             )
         return lax.convert_element_type(transfer(narrow), x.dtype)
 
-    if step.in_tags[0].is_product or not settings.has_wide_gradients:
+    tag, facts = step.in_tags[0], facts_of(step.eqn)
+    is_sent_once = facts.moves == "received" and facts.copies_of_operand == "one"
+    rounds_cotangent = tag.is_product or (is_sent_once and not tag.is_argument)
+    if rounds_cotangent or not settings.has_wide_gradients:
         return in_16_bits(x)
     differentiable = jax.custom_jvp(in_16_bits)
     differentiable.defjvp(

@@ -203,7 +203,7 @@ def _narrow_transfers(
     steps: Sequence[Step], demands: Mapping[Any, Demand]
 ) -> dict[int, np.dtype]:
     """Return the equations, by id, that transfer in float32 what all uses round to a
-    16-bit dtype, with the dtype.
+    16-bit dtype, or what such a dtype has and other devices send, with the dtype.
     """
     found = {}
     for step in steps:
@@ -214,8 +214,10 @@ def _narrow_transfers(
         if not sends or step.action != "keep" or len(step.eqn.invars) != 1:
             continue
         dtype = demands.get(step.eqn.outvars[0], UNUSED).used_in
-        has_no_other = step.in_tags[0].representable_in in (None, dtype)
-        if is_f32(step.eqn.invars[0]) and dtype is not None and has_no_other:
+        has = step.in_tags[0].representable_in
+        if dtype is None and facts.moves == "received":
+            dtype = has
+        if is_f32(step.eqn.invars[0]) and dtype is not None and has in (None, dtype):
             found[id(step.eqn)] = dtype
     return found
 
