@@ -50,9 +50,9 @@ from examples.llama import DIVIDED, KEPT, is_divided, norm, on_mesh
 class Config(llama.Config):
     """The sizes of a model and the layout of its program; `hidden` is an expert's."""
 
-    head_size: int
-    experts: int
-    chosen: int = 2  # experts a token
+    head_size: int = 128
+    experts: int = 128
+    chosen: int = 8  # experts a token
     shared: int = 0  # hidden units of a perceptron that all tokens go through
     router: Literal["softmax", "sigmoid"] = "softmax"
     capacity: float = 1.25  # places, relative to tokens if all experts had as many
@@ -62,19 +62,15 @@ class Config(llama.Config):
 
 # Width, hidden, depth, heads, key heads, vocabulary.
 CONFIGS = {
-    "tiny": Config(128, 64, 3, 4, 2, 256, head_size=32, experts=32, shared=128),
-    "30B": Config(2048, 768, 48, 32, 4, 151_936, head_size=128, experts=128, chosen=8),
-    "120B": Config(2880, 2880, 36, 64, 8, 201_088, head_size=64, experts=128, chosen=4),
-    "235B": Config(
-        4096, 1536, 94, 64, 4, 151_936, head_size=128, experts=128, chosen=8
+    # Bytes repeat, so many of a sequence choose the same experts: more places.
+    "tiny": Config(
+        128, 64, 3, 4, 2, 256, head_size=32, experts=32, chosen=2, shared=64, capacity=4
     ),
+    "30B": Config(2048, 768, 48, 32, 4, 151_936),
+    "120B": Config(2880, 2880, 36, 64, 8, 201_088, head_size=64, chosen=4),
+    "235B": Config(4096, 1536, 94, 64, 4, 151_936),
     "1T": Config(
-        *(7168, 2048, 60, 64, 8, 163_840),
-        head_size=128,
-        experts=384,
-        chosen=8,
-        shared=2048,
-        router="sigmoid",
+        7168, 2048, 60, 64, 8, 163_840, experts=384, shared=2048, router="sigmoid"
     ),
 }
 EXPERTS = ("gate", "up", "down")

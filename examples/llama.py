@@ -293,8 +293,8 @@ def make_rule(
     )
     rules = {"muon": muon, "adam": optax.adamw(learning_rate, weight_decay=0.1)}
 
-    def rule_of(params: Any) -> Any:  # stacks of matrices are (depth, inputs, outputs)
-        return jax.tree.map(lambda p: "muon" if p.ndim == 3 else "adam", params)
+    def rule_of(params: Any) -> Any:  # stacks are (depth, ..., inputs, outputs)
+        return jax.tree.map(lambda p: "muon" if p.ndim > 2 else "adam", params)
 
     return optax.chain(clip, optax.partition(rules, rule_of))
 
