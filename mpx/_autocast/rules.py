@@ -10,7 +10,8 @@
 
 What follows runs as traced, but for two operations. They move a float32 value in 16
 bits where that loses nothing: a transfer to other devices, if every use behind it
-rounds the value; and a name for `jax.checkpoint`, if 16 bits have the value.
+rounds the value, or 16 bits have it and a collective sends it; and a name for
+`jax.checkpoint`, if 16 bits have the value.
 """
 
 import functools

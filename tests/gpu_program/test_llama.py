@@ -20,9 +20,10 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("target", "recipe", "options", "peak"),
     [
-        # While gradients of all layers were kept, 83.6 and 61.7.
-        ("h200", "bf16-split24-8bit", {"grad_dtype": "float32"}, 52.2),
-        ("h100", "bf16-split24-4bit", {"attention": "cudnn"}, 48.2),
+        # While gradients of all layers were kept, 83.6 and 61.7; with the head whole on
+        # each device 52.2 and 48.2.
+        ("h200", "bf16-split24-8bit", {"grad_dtype": "float32"}, 48.7),
+        ("h100", "bf16-split24-4bit", {"attention": "cudnn"}, 44.7),
     ],
 )
 def test_adamw_trains_seventy_billion_parameters_on_eight_gpus(
@@ -38,14 +39,15 @@ def test_adamw_trains_seventy_billion_parameters_on_eight_gpus(
     assert count == 70_553_706_496
     assert report.peak_bytes / GIB == pytest.approx(peak, abs=1)
     assert report.peak_bytes < report.target.memory_bytes
-    # 7/8 of each weight is gathered in each pass, and of its gradient added up once;
-    # the head twice, the embedding not.
+    # 7/8 of each weight but the embedding is gathered in each pass, and of its gradient
+    # added up once.
+    bytes_of_each = 4 * 7 / 8 * (count - 128_256 * 8192) / count
     sent = {
         name: n / count for name, n in report.sent_by_kind.items() if n > count // 10
     }
     assert sent == {
-        "all-gather bf16": pytest.approx(3.5, abs=0.05),
-        "reduce-scatter f32": pytest.approx(3.5, abs=0.05),
+        "all-gather bf16": pytest.approx(bytes_of_each, abs=0.01),
+        "reduce-scatter f32": pytest.approx(bytes_of_each, abs=0.01),
     }
     assert bool(report.findings) == (report.peak_bytes > report.target.usable_bytes)
     # 75%: an H100 must give more of it.

@@ -209,7 +209,13 @@ def moves(fun, *args):
         str(eqn.invars[0].aval.dtype)
         for eqn in all_eqns(jax.make_jaxpr(fun)(*args))
         if eqn.primitive.name
-        in ("reshard", "sharding_constraint", "all_gather", "reduce_scatter")
+        in (
+            "reshard",
+            "sharding_constraint",
+            "all_gather",
+            "all_to_all",
+            "reduce_scatter",
+        )
         and eqn.invars[0].aval.ndim
     ]
 
@@ -276,6 +282,55 @@ def test_only_what_is_used_in_products_alone_is_sent_in_fewer_bits(
     w, x = on_rows(np.ones((16, 16), np.float32)), on_rows(np.ones((8, 16), np.float32))
     fun = mpx.autocast(lambda w, x: used(jax.sharding.reshard(w, P()), x), "bf16")
     assert moves(fun, w, x)[0] == sent_in
+
+
+def exchanged_experts(w, x):
+    """Return what experts, one on each device, make of rows of all devices."""
+
+    def on_device(w, x):
+        exchange = lambda x: jax.lax.all_to_all(x, "data", 0, 0, tiled=True)
+        # Two products read what came, so their cotangents are added up before the way
+        # back.
+        rows = exchange(jnp.tanh(x))
+        return exchange((jnp.tanh(rows @ w[0]) * (rows @ w[0].T)) @ w[0]) ** 2
+
+    return jax.shard_map(on_device, in_specs=P("data"), out_specs=P("data"))(w, x)
+
+
+def exchanged_weights(w, x):
+    """Return products with a weight that comes from other devices."""
+
+    def on_device(w, x):
+        return x @ jax.lax.all_to_all(w[0], "data", 0, 0, tiled=True)
+
+    return jax.shard_map(on_device, in_specs=P("data"), out_specs=P("data"))(w, x)
+
+
+@pytest.mark.many_devices
+@pytest.mark.parametrize(
+    ("fun", "reduce_dtype", "sent_in"),
+    [
+        # There and back, and the same for cotangents.
+        (exchanged_experts, {}, ["bfloat16"] * 4),
+        (exchanged_weights, {}, ["bfloat16", "float32"]),
+        (exchanged_weights, {"reduce_dtype": "bf16"}, ["bfloat16", "bfloat16"]),
+    ],
+)
+def test_what_devices_exchange_for_products_is_sent_in_16_bits_both_ways(
+    explicit_mesh, fun, reduce_dtype, sent_in
+):
+    random = np.random.default_rng(0)
+    w, x = (
+        on_rows(random.normal(size=shape).astype(np.float32) / 4)
+        for shape in ((8, 16, 16), (128, 16))
+    )
+    loss = mpx.autocast(lambda w, x: fun(w, x).sum(), "bf16", **reduce_dtype)
+    grads = jax.grad(loss, (0, 1))
+    assert moves(grads, w, x) == sent_in
+    exact = jax.grad(lambda w, x: fun(w, x).sum(), (0, 1))(w, x)
+    for grad, expected in zip(grads(w, x), exact, strict=True):
+        error = jnp.linalg.norm(grad - expected) / jnp.linalg.norm(expected)
+        assert error < 0.02
 
 
 def whole_weights_kept(loss, ws, x):
