@@ -214,6 +214,7 @@ def moves(fun, *args):
             "sharding_constraint",
             "all_gather",
             "all_to_all",
+            "ppermute",
             "reduce_scatter",
         )
         and eqn.invars[0].aval.ndim
@@ -306,6 +307,21 @@ def exchanged_weights(w, x):
     return jax.shard_map(on_device, in_specs=P("data"), out_specs=P("data"))(w, x)
 
 
+def passed_around(w, x):
+    """Return a sum of what a device and the two before it have: cotangents are added up
+    on their way.
+    """
+
+    def on_device(w, x):
+        mine = result = x @ w[0]
+        for _ in range(2):
+            mine = jax.lax.ppermute(mine, "data", [(i, (i + 1) % 8) for i in range(8)])
+            result += jnp.tanh(mine)
+        return result
+
+    return jax.shard_map(on_device, in_specs=P("data"), out_specs=P("data"))(w, x)
+
+
 @pytest.mark.many_devices
 @pytest.mark.parametrize(
     ("fun", "reduce_dtype", "sent_in"),
@@ -314,6 +330,7 @@ def exchanged_weights(w, x):
         (exchanged_experts, {}, ["bfloat16"] * 4),
         (exchanged_weights, {}, ["bfloat16", "float32"]),
         (exchanged_weights, {"reduce_dtype": "bf16"}, ["bfloat16", "bfloat16"]),
+        (passed_around, {}, ["bfloat16"] * 2 + ["float32"] * 2),
     ],
 )
 def test_what_devices_exchange_for_products_is_sent_in_16_bits_both_ways(
