@@ -90,7 +90,12 @@ LARGEST_COLUMNS = {
 
 
 def read(
-    size: str, gpu: str, count: int, recipe: str, **options: Any
+    size: str,
+    gpu: str,
+    count: int,
+    recipe: str,
+    model: llama.Model = llama.LLAMA,
+    **options: Any,
 ) -> tuple[StepReport, int]:
     """Return the report of a step, and how many parameters the model has."""
     jax.clear_caches()
@@ -99,7 +104,7 @@ def read(
     gpus = target_devices(target, count) if count > 1 else ()
     with flash_attention():
         step, arguments, _ = llama.step_and_arguments(
-            size, recipe, gpus, length=LENGTH, **options
+            size, recipe, gpus, length=LENGTH, model=model, **options
         )
         report = mpx.step_report(step, *arguments, target=target)
     print(
