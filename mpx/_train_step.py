@@ -23,7 +23,7 @@ from mpx._fused.fused_update import (
 )
 from mpx._fused.partition import Partition
 from mpx._fused.released import Loop, Released, Search, Stack, bound, find_stack
-from mpx._fused.schedule import needed_equations, run_partition
+from mpx._fused.schedule import needed_equations, run_partition, with_loops_late
 from mpx._gradients import value_and_grad
 from mpx._jaxprs import Graph, is_literal, run_equations, traced_flat
 from mpx._shardings import as_in_auto, explicit_mesh, in_auto
@@ -223,6 +223,7 @@ class _Programs:
             gradients, (params, opt_state, arrays)
         )
         live = needed_equations(program, program.outvars, {}, with_prints=True)
+        live = with_loops_late(live)
         self._program = program.replace(eqns=live)
         graph = Graph(self._program)
         self.gradients: list[Any] = program.outvars[: counts[0]]

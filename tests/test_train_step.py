@@ -131,6 +131,21 @@ def test_gradients_have_the_dtype_that_was_asked_for(grad_dtype):
     assert reasons == ALL_RELEASED
 
 
+@pytest.mark.parametrize("grad_dtype", ["float32", "bf16"])
+def test_a_norm_of_what_is_known_before_a_loop_releases_its_layers(grad_dtype):
+    """JAX rounds the head's gradient behind the loop, where it needs not wait."""
+    tx = optax.chain(mpx.clip_by_predicted_norm(0.1, by="head"), SGD)
+    one, two = ways(LOSS, tx, grad_dtype=grad_dtype)
+    params = weights()
+    state = tx.init(params)
+    plan = one.plan(params, state, X)
+    assert {row.path: row.reason for row in plan.rows} == ALL_RELEASED
+    # The norm that is remembered is added up layer by layer.
+    chex.assert_trees_all_close(
+        jax.jit(one)(params, state, X), jax.jit(two)(params, state, X), rtol=1e-6
+    )
+
+
 TREES = {
     "one leaf": (lambda w, x: lax.scan(lambda x, w: (x @ w, None), x, w)[0].sum(), "w"),
     "None and empty": (lambda tree, x: LOSS(tree["a"], x), None),

@@ -15,6 +15,7 @@ from mpx._fused.partition import Part, Partition, Var, signature
 from mpx._fused.tile import columns, run_part
 from mpx._fused.totals import find_totals, run_totals
 from mpx._jaxprs import is_literal, run_equations, with_source_of
+from mpx._primitives import facts_of
 from mpx._shardings import are_several_in_sight
 
 
@@ -129,6 +130,20 @@ def needed_equations(
                 v for v in eqn.invars if not is_literal(v) and v not in values
             )
     return found[::-1]
+
+
+def with_loops_late(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Return equations in an order in which each runs before all loops that it need not
+    wait for: JAX converts a gradient at the very end.
+    """
+    if any(eqn.effects for eqn in eqns):
+        return [*eqns]
+    loops: dict[Var, int] = {}  # one after another, that are behind a value
+    for eqn in eqns:
+        behind = [loops.get(v, 0) for v in eqn.invars if not is_literal(v)]
+        count = max(behind, default=0) + (facts_of(eqn).runs == "loop")
+        loops |= dict.fromkeys(eqn.outvars, count)
+    return sorted(eqns, key=lambda eqn: loops[eqn.outvars[0]])
 
 
 def _split_ready(
