@@ -10,12 +10,12 @@ library, and shows which part of the tokens found no place at their experts:
 What a large step would need is read off its program, on a machine without a GPU
 (`step_and_arguments`).
 
-Sizes are those of Qwen3-30B-A3B and Qwen3-235B-A22B (arXiv 2505.09388), gpt-oss-120B
-(arXiv 2508.10925) and Kimi K2 (arXiv 2507.20534). All but the perceptron is of
-`examples.llama`, so what is theirs alone is left out: K2's latent attention (its
-queries share 8 keys here), first dense layer and scale of the experts' sum; gpt-oss'
-biases, sinks, sliding windows and clamped activation; Qwen3's norms of queries and
-keys; the bias by which K2 balances its experts.
+Sizes are of Qwen3-30B-A3B and Qwen3-235B-A22B (arXiv 2505.09388), gpt-oss-120B (arXiv
+2508.10925) and, as 1T, of Kimi K2 (arXiv 2507.20534). All but the experts is as in
+`examples.llama`. So these are left out: K2's latent attention (its queries share 8 keys
+here), its first layer, which has no experts, its scale of the experts' sum, and the
+bias that balances them; biases, sinks, sliding windows and the clamped activation of
+gpt-oss; norms of queries and keys of Qwen3.
 
 - A router in float32 chooses some experts for each token, by a softmax or by sigmoids.
   Their weights add up to 1. A loss of its own keeps experts balanced.
@@ -23,8 +23,8 @@ keys; the bias by which K2 balances its experts.
   and earlier tokens take them first. A token without a place goes past that expert. So
   what is dropped depends neither on later tokens nor on the number of devices.
 - Experts are divided among devices, as tokens are: an `all_to_all` brings tokens to
-  their experts, and another one brings results back. All else is gathered layer by
-  layer.
+  their experts, and another one brings results back. Other weights are gathered layer
+  by layer.
 - A token has k places, and a place has one token. So tokens move by look-ups in both
   passes: nothing is sorted or scattered in the backward pass.
 
@@ -145,15 +145,14 @@ def mixed(
     experts: list[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sum of what its experts make of each token of a device, and
-    which share of each sequence was dropped.
+    the share of each sequence that was dropped.
 
     From x (B, T, C), the chosen experts and their weights (B, T, k). Each device has
     some of the experts.
     """
     (batch, length, width), k = x.shape, config.chosen
-    capacity = min(
-        length, math.ceil(config.capacity * length * k / config.experts)
-    )  # of a sequence, at an expert
+    capacity = math.ceil(config.capacity * length * k / config.experts)
+    capacity = min(length, capacity)  # places of a sequence at an expert
     slot_of, place_of = places(chosen, config.experts, capacity)
     by_token = slot_of // k, place_of.reshape(-1, k)
     by_slot = slot_of, place_of.reshape(-1, 1)
@@ -199,6 +198,8 @@ def places(
     return checkpoint_name(slot_of, KEPT), checkpoint_name(place_of, KEPT)
 
 
+# autocast leaves their bodies in float32, but XLA fuses casts into the look-ups: what is
+# written has 16 bits.
 @jax.custom_vjp
 def moved(x: jax.Array, source: jax.Array, targets: jax.Array) -> jax.Array:
     """Return rows of x (N, C) at `source` (P,), zeros where there is none.
