@@ -198,8 +198,8 @@ def places(
     return checkpoint_name(slot_of, KEPT), checkpoint_name(place_of, KEPT)
 
 
-# autocast leaves their bodies in float32, but XLA fuses casts into the look-ups: what is
-# written has 16 bits.
+# autocast leaves both bodies in float32, but XLA fuses casts into the look-ups: what
+# they write has 16 bits.
 @jax.custom_vjp
 def moved(x: jax.Array, source: jax.Array, targets: jax.Array) -> jax.Array:
     """Return rows of x (N, C) at `source` (P,), zeros where there is none.
