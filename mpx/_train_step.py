@@ -375,13 +375,10 @@ class _Programs:
     def _placed_like(
         self, function: Callable[..., Any], stacks: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Let XLA place the arrays inside a function, whose results are slices of such
-        stacks.
-        """
+        """Let XLA place the arrays inside a function, whose results lie like others."""
         if self._mesh is None:
             return function
-        specs = [jax.typeof(x).sharding.spec[1:] for x in stacks]
-        return self._placed(function, [PartitionSpec(*spec) for spec in specs])
+        return self._placed(function, [jax.typeof(x).sharding.spec for x in stacks])
 
     def _placed(
         self, function: Callable[..., Any], specs: Sequence[PartitionSpec]

@@ -10,7 +10,7 @@ many elements, in whole blocks. Arrays that are sharded otherwise are gathered.
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,13 +32,17 @@ class _Factor(NamedTuple):
 
 
 def sharded(
-    part: Part, compute: Callable[..., list[jax.Array]], *operands: jax.Array
+    part: Part,
+    compute: Callable[..., list[jax.Array]],
+    *operands: jax.Array,
+    stacks: Collection[Var] = (),
 ) -> list[jax.Array]:
     """Compute the outputs of a part from its arrays and then its scalars, on each
     device from its own shards.
 
     `compute` takes the shapes of the outputs, then such operands, and returns the
-    outputs.
+    outputs. Of arrays that are `stacks` the first axis counts layers, and is on every
+    device.
     """
     from jax.experimental.custom_partitioning import (
         ArrayMapping,
@@ -46,7 +50,7 @@ def sharded(
         custom_partitioning,
     )
 
-    read, written, factors = part.arrays, part.outputs, _factors(part)
+    read, written, factors = part.arrays, part.outputs, _factors(part, stacks)
 
     def partition(
         mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
@@ -97,11 +101,16 @@ def sharded(
     return _with_vmap(run, whole)(*operands)
 
 
-def _factors(part: Part) -> dict[Var, list[_Factor]]:
+def _factors(part: Part, stacks: Collection[Var]) -> dict[Var, list[_Factor]]:
     """Return the factor of each axis of each array of a part."""
     variables = (*part.arrays, *part.outputs)
     begins = {
-        v: [math.prod(v.aval.shape[:i]) for i in range(v.aval.ndim)] for v in variables
+        v: [0] * (v in stacks)
+        + [
+            math.prod(v.aval.shape[v in stacks : i])
+            for i in range(v in stacks, v.aval.ndim)
+        ]
+        for v in variables
     }
     longer = [
         {begins[v][i] for i, size in enumerate(v.aval.shape) if size > 1}

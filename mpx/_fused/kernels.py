@@ -14,8 +14,8 @@ a compiler `fused_update` is the plain step.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,96 +28,115 @@ from mpx._stored.blocks import packed, unpacked
 
 Arrays = Sequence[jax.Array]
 
+
 _ELEMENTS_OF_A_WARP = 256  # 8 for each of its 32 threads
 # Up to 2**32 bytes Pallas counts elements in int32, and it would wrap around for more
 # than 2**31 single bytes: those go in pairs.
 _COUNTED = 2**31
+# How a kernel is called that steps one of so many layers: a reader of its program sees
+# whole stacks.
+ONE_OF = "mpx_fused_update_1_of_"
+
+
+class Layer(NamedTuple):
+    """Says which of how many layers a kernel steps."""
+
+    index: jax.Array
+    depth: int
 
 
 def in_a_kernel(
     part: Part,
-    in_place: dict[int, int],
+    in_place: Mapping[int, int],
     interpret: bool,
     arrays: Arrays,
     scalars: Arrays,
+    layer: Layer | None = None,
 ) -> list[jax.Array]:
     """Run a part as a Pallas kernel, some rows a program; `in_place` maps an array to
     the output written over it.
+
+    With a layer, arrays that are written over are stacks of layers, and so are all
+    outputs. Those behind the arrays of the part are not read.
     """
     # Here, because importing it takes longer than the rest of mpx.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    rows = arrays[0].shape[0]  # on this device
+    depth = layer.depth if layer else 1
+    depths = [depth if i in in_place else 1 for i in range(len(arrays))]
+    rows = arrays[0].shape[0] // depths[0]  # on this device
     # A divisor of the rows: then no program of the kernel has fewer than others.
     together = math.gcd(rows, max(1, TILE // part.width))
-    vectors, places = _vectors(scalars)
+    vectors, places = _vectors([*scalars, *([layer.index] if layer else [])])
 
-    def in_pairs(v):
-        return v.aval.dtype.itemsize == 1 and rows * columns(v, part) > _COUNTED
+    def stored(v, depth):
+        """Return how many numbers a row has in memory, their dtype, and whether they
+        are pairs.
+        """
+        count, dtype = columns(v, part), v.aval.dtype
+        if dtype.itemsize == 1 and depth * rows * count > _COUNTED:
+            return count // 2, np.dtype(np.uint16), True
+        return count, dtype, False
 
-    def stored(v):
-        """Return how many numbers a row has in memory, and their dtype."""
-        return (
-            (columns(v, part) // 2, np.dtype(np.uint16))
-            if in_pairs(v)
-            else (columns(v, part), v.aval.dtype)
-        )
+    over = [part.outputs[i] for k, i in in_place.items() if k >= len(part.arrays)]
+    given = [stored(*x) for x in zip((*part.arrays, *over), depths, strict=True)]
+    made = [stored(v, depth) for v in part.outputs]
 
     def kernel(*refs):
-        read, vectors, written = (
-            refs[: len(arrays)],
-            refs[len(arrays) : -len(shapes)],
-            refs[-len(shapes) :],
-        )
-        numbers = [
-            vectors[vector][i].astype(x.dtype)
-            for (vector, i), x in zip(places, scalars, strict=True)
+        vectors, written = refs[len(arrays) : -len(made)], refs[-len(made) :]
+        numbers = [vectors[vector][i] for vector, i in places]
+        at: Any = ...
+        if layer:
+            start = numbers.pop() * rows + pl.program_id(0) * together
+            at = pl.ds(start, together), slice(None)
+        tiles = [
+            _apart(ref[at if i in in_place else ...], v.aval.dtype, given[i][2])
+            for i, (ref, v) in enumerate(zip(refs, part.arrays, strict=False))
         ]
-
-        def apart(ref, v):
-            return (
-                unpacked(ref[...], 8).astype(v.aval.dtype) if in_pairs(v) else ref[...]
-            )
-
-        tiles = list(map(apart, read, part.arrays))
+        numbers = [i.astype(x.dtype) for i, x in zip(numbers, scalars, strict=True)]
         results = run_part(part, tiles, numbers, {} if interpret else _CHEAPER)
-        for ref, x, v in zip(written, results, part.outputs, strict=True):
-            ref[...] = packed(x.astype(np.int32), 8, np.uint16) if in_pairs(v) else x
+        for ref, x, (*_, in_pairs) in zip(written, results, made, strict=True):
+            ref[at] = packed(x.astype(np.int32), 8, np.uint16) if in_pairs else x
 
-    def block(v):
-        return pl.BlockSpec((together, stored(v)[0]), lambda i: (i, 0))
+    def block(count, is_stack):
+        if layer and is_stack:
+            return anywhere
+        return pl.BlockSpec((together, count), lambda i: (i, 0))
 
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     # inside of `jax.shard_map` a type says among which devices an output differs
     shapes = [
         jax.ShapeDtypeStruct(
-            (rows, stored(v)[0]),
-            stored(v)[1],
-            manual_axis_type=v.aval.manual_axis_type,
+            (depth * rows, count), dtype, manual_axis_type=v.aval.manual_axis_type
         )
-        for v in part.outputs
+        for v, (count, dtype, _) in zip(part.outputs, made, strict=True)
     ]
     call = pl.pallas_call(
         kernel,
         out_shape=shapes,
         grid=(rows // together,),
         in_specs=[
-            *map(block, part.arrays),
-            *[pl.BlockSpec(memory_space=pl.ANY) for _ in vectors],
+            *(block(count, i in in_place) for i, (count, *_) in enumerate(given)),
+            *[anywhere] * len(vectors),
         ],
-        out_specs=[*map(block, part.outputs)],
-        input_output_aliases=in_place,
+        out_specs=[block(count, True) for count, *_ in made],
+        input_output_aliases=dict(in_place),
         compiler_params=triton.CompilerParams(
             num_warps=max(1, together * part.width // _ELEMENTS_OF_A_WARP)
         ),
         interpret=interpret,
-        name="mpx_fused_update",
+        name=f"{ONE_OF}{depth}" if layer else "mpx_fused_update",
     )
-    views = [_viewed(x, stored(v)[1]) for x, v in zip(arrays, part.arrays, strict=True)]
+    views = [_viewed(x, dtype) for x, (_, dtype, _) in zip(arrays, given, strict=True)]
     return [
         _viewed(x, v.aval.dtype)
         for x, v in zip(call(*views, *vectors), part.outputs, strict=True)
     ]
+
+
+def _apart(x: jax.Array, dtype: np.dtype, in_pairs: bool) -> jax.Array:
+    return unpacked(x, 8).astype(dtype) if in_pairs else x
 
 
 # Fewer instructions than Triton has for a primitive, for one that is ordinary (see

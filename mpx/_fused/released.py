@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
@@ -27,7 +26,7 @@ from jax.sharding import AxisType
 
 from mpx._fused.fused_update import run_by
 from mpx._fused.partition import Part, Partition, Var, size_of
-from mpx._fused.schedule import run_slice
+from mpx._fused.schedule import run_in_stacks, run_slice
 from mpx._fused.totals import is_total
 from mpx._jaxprs import Graph, closed_jaxpr, is_literal, scan_counts, with_source_of
 from mpx._primitives import facts_of, of_matrices
@@ -142,8 +141,7 @@ class Search:
             return PARTS_OF_MATRICES
         if any(self._graph.number(v) >= now for v in stack.factors):
             return "a number that is known later multiplies its gradient"
-        # Of a step without blocks XLA makes good kernels itself.
-        has_kernel = leaf.part is not None and part.block > 1
+        has_kernel = leaf.part is not None
         return Released(stack, source, part, totals, has_kernel, is_late)
 
     def _needs_sums_alone(self, part: Part, others: Sequence[Var]) -> bool:
@@ -314,9 +312,9 @@ class Loop:
             known |= {source: made[i] for source, i in places.items()}
             sums = _with_sums(totals, sums, known, place)
             for leaf in self._leaves:
-                slices = self._step(leaf, layers, known, of_update, interpret, place)
-                for v, x in zip(leaf.part.outputs, slices, strict=True):
-                    layers[v] = lax.dynamic_update_index_in_dim(layers[v], x, index, 0)
+                layers |= self._step(
+                    leaf, index, layers, known, of_update, interpret, place
+                )
             kept = [made[i] for i in self._kept]
             return (made[:carries], list(layers.values()), sums), kept
 
@@ -355,31 +353,46 @@ class Loop:
     def _step(
         self,
         leaf: Released,
+        index: jax.Array,
         layers: Values,
         known: Values,
         of_update: Values,
         interpret: bool,
         place: Place,
-    ) -> list[jax.Array]:
-        """Return the new slices of a leaf."""
+    ) -> Values:
+        """Return the stacks of a leaf after the step of a layer."""
         part = leaf.part
-        shapes = [
-            jax.ShapeDtypeStruct(layers[v].shape[1:], v.aval.dtype)
-            for v in part.outputs
-        ]
-        run = functools.partial(run_slice, part, shapes, interpret)
-        by_kernel, by_xla = (
-            functools.partial(run, how) for how in (self._compiled, None)
-        )
-
-        def compute(*operands):
-            if not leaf.has_kernel:
-                return by_xla(*operands)
-            return run_by(by_kernel, by_xla, interpret, *operands)
-
+        stacks = [layers[v] for v in part.outputs]
+        arrays = [known[v] for v in part.arrays]
         scalars = [of_update[v].reshape(()) for v in part.scalars]
-        like = [layers[v] for v in part.outputs]
-        return place(compute, like)(*[known[v] for v in part.arrays], *scalars)
+        pairs = {
+            k: part.outputs.index(self._new[v])
+            for k, v in enumerate(part.arrays)
+            if self._new.get(v) in part.outputs
+        }
+        alone = [i for i in range(len(stacks)) if i not in pairs.values()]
+        pairs |= {len(arrays) + k: i for k, i in enumerate(alone)}
+
+        def by_xla(stacks, arrays, index, scalars):
+            shapes = [x.shape[1:] for x in stacks]
+            slices = run_slice(part, shapes, *arrays, *scalars)
+            update = lax.dynamic_update_index_in_dim
+            return [update(x, y, index, 0) for x, y in zip(stacks, slices, strict=True)]
+
+        def by_kernel(stacks, arrays, index, scalars):
+            given = dict(enumerate(arrays)) | {k: stacks[i] for k, i in pairs.items()}
+            operands = *[given[k] for k in sorted(given)], *scalars
+            return run_in_stacks(
+                part, pairs, interpret, self._compiled, index, *operands
+            )
+
+        def compute(*given):
+            if not leaf.has_kernel:
+                return by_xla(*given)
+            return run_by(by_kernel, by_xla, interpret, *given)
+
+        results = place(compute, stacks)(stacks, arrays, index, scalars)
+        return dict(zip(part.outputs, results, strict=True))
 
 
 def bound(eqn: JaxprEqn, *operands: Any) -> Any:
@@ -409,8 +422,7 @@ def _add_up(totals: Sequence[Total], slices: Sequence[jax.Array]) -> list[jax.Ar
     """Return the sums over the slices of gradients."""
     found = []
     for total, x in zip(totals, slices, strict=True):
-        shape = jax.ShapeDtypeStruct(x.shape, np.float32)
-        (terms,) = run_slice(total.part, [shape], False, None, x)
+        (terms,) = run_slice(total.part, [x.shape], x)
         found.append(jnp.sum(terms))
     return found
 

@@ -2,15 +2,16 @@
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
 
 from mpx._fused.devices import sharded
-from mpx._fused.kernels import in_a_kernel
+from mpx._fused.kernels import Layer, in_a_kernel
 from mpx._fused.partition import Part, Partition, Var, signature
 from mpx._fused.tile import columns, run_part
 from mpx._fused.totals import find_totals, run_totals
@@ -186,47 +187,118 @@ def _run_part(
 
 
 def run_slice(
-    part: Part,
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    interpret: bool,
-    compiled: dict[Hashable, Any] | None,
-    *operands: jax.Array,
+    part: Part, shapes: Sequence[tuple[int, ...]], *operands: jax.Array
 ) -> list[jax.Array]:
     """Return the outputs of a part on a slice of the leaf, from such a slice of its
-    arrays and then its scalars; `outputs` are their shapes.
-
-    It is a kernel, of those that are `compiled`, or else XLA's.
+    arrays and then its scalars, by XLA.
     """
-    shapes = [x.shape for x in outputs]
     if part.block == 1:  # in the shape that it has, which XLA can divide
         in_rows = part._replace(width=math.prod(shapes[0][-1:]))
         run = functools.partial(run_part, in_rows)
         return _on_rows(in_rows, run, shapes, *operands)
-    run = functools.partial(run_part, part)
-    if compiled is not None:
-        run = _kernel(part, {}, interpret, compiled)
-    compute = functools.partial(_on_rows, part, run)
+    compute = functools.partial(_on_rows, part, functools.partial(run_part, part))
     arrays = operands[: len(part.arrays)]
-    here = [[jex_core.Var(jax.typeof(x)) for x in xs] for xs in (arrays, outputs)]
-    local = part._replace(arrays=here[0], outputs=here[1])
+    outputs = [
+        jax.ShapeDtypeStruct(shape, v.aval.dtype)
+        for shape, v in zip(shapes, part.outputs, strict=True)
+    ]
+    local = part._replace(arrays=_named(arrays), outputs=_named(outputs))
     return _on_devices(local, compute, operands)
 
 
+def run_in_stacks(
+    part: Part,
+    in_place: dict[int, int],
+    interpret: bool,
+    compiled: dict[Hashable, Any],
+    index: jax.Array,
+    *operands: jax.Array,
+) -> list[jax.Array]:
+    """Return stacks of layers with the outputs of a part on one layer, by a kernel.
+
+    `in_place` has the output that is written over an array: a stack. Other arrays are
+    of the layer. Arrays come first, then such that are only written over, and scalars.
+    """
+    count = len(operands) - len(part.scalars)
+    arrays = operands[:count]
+    over = [part.outputs[i] for k, i in in_place.items() if k >= len(part.arrays)]
+    read = [*part.arrays, *over]
+    stacks = {i: arrays[k] for k, i in in_place.items()}
+    depth = len(stacks[0])
+
+    def compute(shapes, *operands):
+        widths = [columns(v, part) for v in read]
+        sizes = [
+            x.size // (depth if k in in_place else 1)
+            for k, x in enumerate(operands[:count])
+        ]
+        if any(size % width for size, width in zip(sizes, widths, strict=True)):
+            return _in_stacks_by_xla(part, in_place, operands)
+        rows = [x.reshape(-1, n) for x, n in zip(operands, widths, strict=False)]
+        kernel = _kernel(part, in_place, interpret, compiled, depth)
+        results = kernel(rows, operands[count:-1], operands[-1])
+        return [x.reshape(shape) for x, shape in zip(results, shapes, strict=True)]
+
+    local = part._replace(
+        arrays=_named(arrays),
+        outputs=_named([stacks[i] for i in range(len(stacks))]),
+        scalars=[*part.scalars, *_named([index])],
+    )
+    of_layers = {*local.outputs, *(local.arrays[k] for k in in_place)}
+    return _on_devices(local, compute, [*operands, index], of_layers)
+
+
+def _in_stacks_by_xla(
+    part: Part, in_place: dict[int, int], operands: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Do the same on a device whose part of a layer ends within a row."""
+    *operands, index = operands
+    stacks = {i: operands[k] for k, i in in_place.items()}
+    given = [
+        lax.dynamic_index_in_dim(x, index, keepdims=False) if k in in_place else x
+        for k, x in enumerate(operands)
+        if not len(part.arrays) <= k < len(operands) - len(part.scalars)
+    ]
+    shapes = [stacks[i].shape[1:] for i in range(len(stacks))]
+    results = _on_rows(part, functools.partial(run_part, part), shapes, *given)
+    return [
+        lax.dynamic_update_index_in_dim(stacks[i], x, index, 0)
+        for i, x in enumerate(results)
+    ]
+
+
+def _named(arrays: Sequence[Any]) -> list[Any]:
+    return [jex_core.Var(jax.typeof(x)) for x in arrays]
+
+
 def _kernel(
-    part: Part, pairs: dict[int, int], interpret: bool, compiled: dict[Hashable, Any]
+    part: Part,
+    pairs: dict[int, int],
+    interpret: bool,
+    compiled: dict[Hashable, Any],
+    depth: int = 0,
 ) -> Any:
-    """Return the kernel of a part. Equal parts are traced once, and compiled once."""
-    key = signature(part), part.size, tuple(pairs.items())
+    """Return the kernel of a part, or of one of so many layers. Equal parts are traced
+    once, and compiled once.
+    """
+    key = signature(part), part.size, tuple(pairs.items()), depth
     if key not in compiled:
-        compiled[key] = jax.jit(functools.partial(in_a_kernel, part, pairs, interpret))
+
+        def run(arrays, scalars, index=None):
+            layer = None if index is None else Layer(index, depth)
+            return in_a_kernel(part, pairs, interpret, arrays, scalars, layer)
+
+        compiled[key] = jax.jit(run)
     return compiled[key]
 
 
-def _on_devices(part: Part, compute: Any, operands: Sequence[Any]) -> list[jax.Array]:
+def _on_devices(
+    part: Part, compute: Any, operands: Sequence[Any], stacks: Collection[Var] = ()
+) -> list[jax.Array]:
     """Compute the outputs of a part on each device from its own shards."""
     if jax.sharding.get_abstract_mesh().manual_axes:  # arrays are what a device has
         return compute([v.aval.shape for v in part.outputs], *operands)
-    return sharded(part, compute, *operands)
+    return sharded(part, compute, *operands, stacks=stacks)
 
 
 def _on_rows(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar, get_args
 
+from mpx._fused.kernels import ONE_OF
 from mpx.tools.program.graph import Program, Use
 from mpx.tools.program.targets import Target
 from mpx.tools.program.text import Instruction, Shape
@@ -222,6 +223,8 @@ def kind_of(instruction: Instruction) -> Kind | None:
 
 def _moved(x: Instruction, program: Program) -> int:
     """Return the bytes that a kernel reads and writes."""
+    if layers := x.attribute(f"{ONE_OF}(\\d+)"):
+        return _moved_of_one(x, int(layers))
     if x.op == "fusion":
         uses = {
             y: list(program.last_users(y, lambda _, user: user.op == "bitcast"))
@@ -232,6 +235,15 @@ def _moved(x: Instruction, program: Program) -> int:
         uses = {y: [(y, x)] for y in x.operands}
     read = sum(_read(y, of_array) for y, of_array in uses.items())
     return read + sum(_written(y, program) for y in x.makers)
+
+
+def _moved_of_one(x: Instruction, layers: int) -> int:
+    """Return the bytes of a kernel that steps one of so many layers of what it writes
+    over.
+    """
+    over = {int(number) for number in re.findall(r"\}: \((\d+), ", x.attributes)}
+    read = [y.bytes // (layers if i in over else 1) for i, y in enumerate(x.operands)]
+    return sum(read) + x.bytes // layers
 
 
 def _read(array: Instruction, uses: Sequence[Use]) -> int:
