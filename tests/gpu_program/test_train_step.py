@@ -66,8 +66,8 @@ def shapes(*leading):
     }
 
 
-@pytest.mark.parametrize(("rule", "more"), [("f32", 1.15), ("8-bit", 1.06)])
-def test_layers_in_a_scan_have_no_gradients_of_all_layers(h200, rule, more):
+@pytest.mark.parametrize(("rule", "moved"), [("f32", 0.85), ("8-bit", 0.82)])
+def test_layers_in_a_scan_have_no_gradients_of_all_layers(h200, rule, moved):
     tx = RULES[rule]()
     one, two = (
         report(make, scanned, tx, shapes(DEPTH)) for make in (mpx.train_step, apart)
@@ -75,9 +75,8 @@ def test_layers_in_a_scan_have_no_gradients_of_all_layers(h200, rule, more):
     gradients = 4 * 2 * DEPTH * WIDTH * HIDDEN
     assert two.temporary_bytes / GB == pytest.approx(2.37, abs=0.05)
     assert two.temporary_bytes > gradients > 4 * one.temporary_bytes
-    # XLA writes new slices apart, and copies them into the stacks. A copy of a whole
-    # stack in each turn would move 16 times its bytes.
-    assert one.moved_bytes / two.moved_bytes == pytest.approx(more, abs=0.03)
+    # A kernel writes into the stacks, and reads a gradient that was never put in one.
+    assert one.moved_bytes / two.moved_bytes == pytest.approx(moved, abs=0.02)
     assert not one.findings
     (finding,) = (x for x in two.findings if "all layers are kept" in x.what)
     assert finding.bytes >= gradients / 2
