@@ -104,19 +104,18 @@ def sharded(
 def _factors(part: Part, stacks: Collection[Var]) -> dict[Var, list[_Factor]]:
     """Return the factor of each axis of each array of a part."""
     variables = (*part.arrays, *part.outputs)
+    # That of an axis of layers is 0, and no other array has it.
+    first = {v: int(v in stacks) for v in variables}
     begins = {
-        v: [0] * (v in stacks)
-        + [
-            math.prod(v.aval.shape[v in stacks : i])
-            for i in range(v in stacks, v.aval.ndim)
-        ]
+        v: [0] * first[v]
+        + [math.prod(v.aval.shape[first[v] : i]) for i in range(first[v], v.aval.ndim)]
         for v in variables
     }
     longer = [
         {begins[v][i] for i, size in enumerate(v.aval.shape) if size > 1}
         for v in variables
     ]
-    common = set.intersection(*longer)
+    common = set.intersection(*longer) - {0}
     return {
         v: [
             _Factor(begin, None if size > 1 and begin in common else (array, i))

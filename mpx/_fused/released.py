@@ -168,6 +168,15 @@ class Search:
         return [x for x in found if len(x.part.arrays) == 1 and not x.part.scalars]
 
 
+def _has_all_layers(stack: jax.Array) -> bool:
+    """Return whether each device is known to have a part of every layer."""
+    sharding = jax.typeof(stack).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        return parts_at(sharding.mesh, sharding.spec, 0) == 1
+    now = jax.sharding.get_abstract_mesh()
+    return bool(now.manual_axes) or not are_several_in_sight()
+
+
 def _has_whole(stack: Var) -> bool:
     """Return whether each device is known to have matrices of its own, whole."""
     sharding = stack.aval.sharding
@@ -373,18 +382,24 @@ class Loop:
         alone = [i for i in range(len(stacks)) if i not in pairs.values()]
         pairs |= {len(arrays) + k: i for k, i in enumerate(alone)}
 
-        def by_xla(stacks, arrays, index, scalars):
-            shapes = [x.shape[1:] for x in stacks]
-            slices = run_slice(part, shapes, *arrays, *scalars)
+        def by_slices(compiled, stacks, arrays, index, scalars):
+            shapes, operands = [x.shape[1:] for x in stacks], [*arrays, *scalars]
+            slices = run_slice(part, shapes, operands, interpret, compiled)
             update = lax.dynamic_update_index_in_dim
             return [update(x, y, index, 0) for x, y in zip(stacks, slices, strict=True)]
 
-        def by_kernel(stacks, arrays, index, scalars):
+        def in_stacks(stacks, arrays, index, scalars):
             given = dict(enumerate(arrays)) | {k: stacks[i] for k, i in pairs.items()}
             operands = *[given[k] for k in sorted(given)], *scalars
             return run_in_stacks(
                 part, pairs, interpret, self._compiled, index, *operands
             )
+
+        by_xla = functools.partial(by_slices, None)
+        by_kernel = functools.partial(by_slices, self._compiled)
+        # Else a kernel would need whole stacks on each device.
+        if all(map(_has_all_layers, stacks)):
+            by_kernel = in_stacks
 
         def compute(*given):
             if not leaf.has_kernel:
@@ -422,7 +437,7 @@ def _add_up(totals: Sequence[Total], slices: Sequence[jax.Array]) -> list[jax.Ar
     """Return the sums over the slices of gradients."""
     found = []
     for total, x in zip(totals, slices, strict=True):
-        (terms,) = run_slice(total.part, [x.shape], x)
+        (terms,) = run_slice(total.part, [x.shape], [x])
         found.append(jnp.sum(terms))
     return found
 

@@ -187,16 +187,25 @@ def _run_part(
 
 
 def run_slice(
-    part: Part, shapes: Sequence[tuple[int, ...]], *operands: jax.Array
+    part: Part,
+    shapes: Sequence[tuple[int, ...]],
+    operands: Sequence[jax.Array],
+    interpret: bool = False,
+    compiled: dict[Hashable, Any] | None = None,
 ) -> list[jax.Array]:
     """Return the outputs of a part on a slice of the leaf, from such a slice of its
-    arrays and then its scalars, by XLA.
+    arrays and then its scalars.
+
+    With blocks it is a kernel, of those that are `compiled`, or else XLA's.
     """
     if part.block == 1:  # in the shape that it has, which XLA can divide
         in_rows = part._replace(width=math.prod(shapes[0][-1:]))
         run = functools.partial(run_part, in_rows)
         return _on_rows(in_rows, run, shapes, *operands)
-    compute = functools.partial(_on_rows, part, functools.partial(run_part, part))
+    run = functools.partial(run_part, part)
+    if compiled is not None:
+        run = _kernel(part, {}, interpret, compiled)
+    compute = functools.partial(_on_rows, part, run)
     arrays = operands[: len(part.arrays)]
     outputs = [
         jax.ShapeDtypeStruct(shape, v.aval.dtype)

@@ -2,6 +2,7 @@
 all gradients, and that other gradients are kept.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +88,11 @@ def in_order():
     options = unfused(batched_products=True)
     passes = options["xla_disable_hlo_passes"]
     return options | {"xla_disable_hlo_passes": f"{passes},algsimp"}
+
+
+def on_one_device():
+    """Set a mesh of one device: then it has all layers."""
+    return jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)))
 
 
 def assert_same_training(loss, tx, params, *batch, steps=2, **options):
@@ -438,6 +444,18 @@ def new_parameters_in_the_state():
     return optax.GradientTransformation(init, update)
 
 
+def remembers_the_gradient():
+    """Return SGD whose state is written and never read."""
+
+    def init(params):
+        return Twice(jax.tree.map(jnp.zeros_like, params), ())
+
+    def update(grads, state, params):
+        return jax.tree.map(lambda g: -0.01 * g, grads), Twice(grads, ())
+
+    return optax.GradientTransformation(init, update)
+
+
 def turned(x):
     """Mix all elements of a matrix, by operations without roundings."""
     return x.T[::-1].T + jnp.max(jnp.abs(x))
@@ -513,7 +531,7 @@ def test_a_function_of_matrices_is_called_where_a_layer_is_stepped(recipe):
     tx = mpx.mixed_precision(muon_on_matrices(), recipe)
     params = mpx.get_policy(recipe).cast_to_param(weights(width=64))
     loss = mpx.autocast(LOSS, recipe)
-    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+    with on_one_device():
         reasons = assert_same_training(loss, tx, params, np.tile(X, (4, 4)))
     assert reasons == ALL_RELEASED
 
@@ -550,7 +568,8 @@ def test_a_recipe_has_the_same_bits(recipe):
     loss = mpx.autocast(LOSS, recipe)
     x = jnp.asarray(np.tile(X, (4, 4)))
     is_in_few_bits = "bit" in (RECIPES[recipe].moments or "")
-    reasons = assert_same_training(loss, tx, params, x, interpret=is_in_few_bits)
+    with on_one_device():
+        reasons = assert_same_training(loss, tx, params, x, interpret=is_in_few_bits)
     assert reasons == (NEEDS_ALL if recipe == "f16-scaled" else ALL_RELEASED)
 
 
@@ -561,16 +580,33 @@ def in_blocks(**options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interpret", [False, True])
-def test_blocks_lie_within_layers_or_the_gradient_is_kept(interpret):
+@pytest.mark.parametrize("where", [contextlib.nullcontext, on_one_device])
+def test_blocks_lie_within_layers_or_the_gradient_is_kept(where, interpret):
     """A layer of 16 x 16 is one block of 256. Stacks of 48 and of 1,200 numbers have
     blocks that are filled up.
     """
-    reasons = assert_same_training(LOSS, in_blocks(), weights(), X, interpret=interpret)
+    with where():
+        reasons = assert_same_training(
+            LOSS, in_blocks(), weights(), X, interpret=interpret
+        )
     assert reasons == kept("`pad` mixes elements", "b")
     reasons = assert_same_training(
         LOSS, in_blocks(), weights(width=20), X[:, :1] + np.zeros((1, 20), np.float32)
     )
     assert reasons == kept("`pad` mixes elements", "w", "b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make", [lambda: ADAMW, lambda: optax.sgd(1.0), remembers_the_gradient]
+)
+def test_a_step_without_blocks_is_written_into_stacks_too(make):
+    params = weights(width=256)
+    with on_one_device():
+        reasons = assert_same_training(
+            LOSS, make(), params, np.tile(X, 16), interpret=True
+        )
+    assert reasons == ALL_RELEASED
 
 
 @pytest.mark.slow
