@@ -451,7 +451,8 @@ def remembers_the_gradient():
         return Twice(jax.tree.map(jnp.zeros_like, params), ())
 
     def update(grads, state, params):
-        return jax.tree.map(lambda g: -0.01 * g, grads), Twice(grads, ())
+        steps = jax.tree.map(lambda g: -0.01 * g, grads)
+        return steps, Twice(jax.tree.map(lambda g: 2 * g, grads), ())
 
     return optax.GradientTransformation(init, update)
 
