@@ -9,17 +9,22 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from orbax.checkpoint import v1 as ocp
 from typer.testing import CliRunner
 
 import mpx
 from examples import experts, llama
+from tests.helpers import assert_same_bits
 
 pytestmark = [pytest.mark.optax_promotion, pytest.mark.many_devices]
 
 SMALL = experts.Config(
     *(64, 32, 2, 4, 2, 64), head_size=16, experts=8, chosen=2, shared=32, loss_parts=2
 )
+FEW_BITS, EXPLICIT = "bf16-split24-4bit", (AxisType.Explicit,)
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 33)).astype("int32")
 
 
@@ -104,27 +109,36 @@ def test_no_gradient_of_all_layers_is_ever_whole():
     assert kept == {"embedding", "head", "norm"}
 
 
+def devices(count):
+    """Return a context with a mesh of so many devices; one has no mesh."""
+    if count == 1:
+        return contextlib.nullcontext()
+    return jax.set_mesh(
+        jax.make_mesh((count,), ("data",), devices=jax.devices("cpu")[:count])
+    )
+
+
+def go_on(step, run, steps):
+    """Return the losses of some steps and what was dropped, and where the run is."""
+    tokens = llama.on_mesh(jnp.asarray(TOKENS), llama.DIVIDED)
+    rows = []
+    for _ in range(steps):
+        *run, loss, aux = step(*run, tokens)
+        rows.append((float(loss), float(aux["dropped"])))
+    return np.array(rows), run
+
+
 def losses_on(count, recipe):
-    """Return the losses of some steps on so many devices, and what was dropped; one has
-    no mesh.
-    """
     start, step = experts.make_step(SMALL, recipe, learning_rate=1e-2)
-    mesh = jax.make_mesh((count,), ("data",), devices=jax.devices("cpu")[:count])
-    with jax.set_mesh(mesh) if count > 1 else contextlib.nullcontext():
-        params, opt_state = jax.jit(start)(jax.random.key(0))
-        tokens = llama.on_mesh(jnp.asarray(TOKENS), llama.DIVIDED)
-        rows = []
-        for _ in range(4):
-            params, opt_state, loss, aux = step(params, opt_state, tokens)
-            rows.append((float(loss), float(aux["dropped"])))
-    return np.array(rows)
+    with devices(count):
+        return go_on(step, jax.jit(start)(jax.random.key(0)), 4)[0]
 
 
 @pytest.mark.slow  # two compilations of 10 seconds each
 @pytest.mark.parametrize(
     ("recipe", "of_losses", "of_shares"),
     # Where two experts are nearly as likely, a rounding may choose.
-    [("f32", 1e-4, 1e-4), ("bf16-split24-4bit", 1e-2, 3e-2)],
+    [("f32", 1e-4, 1e-4), (FEW_BITS, 1e-2, 3e-2)],
 )
 def test_eight_devices_train_with_the_losses_of_one_and_drop_the_same(
     recipe, of_losses, of_shares
@@ -134,6 +148,64 @@ def test_eight_devices_train_with_the_losses_of_one_and_drop_the_same(
     assert (one[:, 1] > 0).all()
     np.testing.assert_allclose(eight[:, 0], one[:, 0], rtol=of_losses)
     np.testing.assert_allclose(eight[:, 1], one[:, 1], atol=of_shares)
+
+
+@pytest.mark.slow  # two compilations of 10 seconds each
+def test_a_run_on_eight_devices_is_killed_and_goes_on_with_four(tmp_path):
+    start, step = experts.make_step(SMALL, FEW_BITS, learning_rate=1e-2)
+
+    def begin():
+        return start(jax.random.key(0))
+
+    with devices(8):
+        first, run = go_on(step, jax.jit(begin)(), 2)
+        ocp.save(tmp_path / "run", run)
+        saved = jax.tree.map(np.array, run)
+        expected, _ = go_on(step, run, 3)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((8,), ("data",), EXPLICIT)):
+        shapes = jax.eval_shape(begin)
+    with devices(4):
+        mesh = jax.sharding.get_mesh()
+
+        def on_four(shape):
+            spec = getattr(shape.sharding, "spec", llama.WHOLE)
+            return shape.update(sharding=NamedSharding(mesh, spec))
+
+        run = ocp.load(tmp_path / "run", jax.tree.map(on_four, shapes))
+        assert_same_bits(jax.tree.map(np.array, list(run)), saved)
+        resumed, _ = go_on(step, run, 3)
+    # One run, whose losses are far from where it began.
+    assert resumed[0, 0] < first[0, 0] - 0.1
+    np.testing.assert_allclose(resumed[:, 0], expected[:, 0], rtol=1e-2)
+
+
+@pytest.mark.slow  # two compilations of 10 seconds each
+def test_old_experts_keep_masters_and_moments_where_new_ones_are_added():
+    """As `docs/guides/next_steps.md` grows a vocabulary: in float32, and back."""
+    rule = llama.make_rule("adamw", 1e-2)
+    tx = mpx.mixed_precision(rule, FEW_BITS)
+    start, step = experts.make_step(SMALL, FEW_BITS, learning_rate=1e-2)
+    _, run = go_on(step, jax.jit(start)(jax.random.key(0)), 2)
+    before = mpx.convert_state(*run, tx, rule, policy="f32")
+
+    larger = dataclasses.replace(SMALL, experts=16)
+    fresh = experts.init_params(larger, jax.random.key(1))
+    corner = lambda x: tuple(map(slice, x.shape))
+    grown = jax.tree.map(
+        lambda old, new: jnp.asarray(new).at[corner(old)].set(old),
+        before,
+        (fresh, rule.init(fresh)),
+    )
+    run = mpx.convert_state(*grown, rule, tx)
+    moment = optax.tree.get(run[1], "mu")["layers"]["gate"]
+    assert isinstance(moment.format, mpx.Blockwise4bit)
+    after = mpx.convert_state(*run, tx, rule, policy="f32")
+    assert_same_bits(
+        jax.tree.map(lambda old, new: new[corner(old)], before, after), before
+    )
+    _, step = experts.make_step(larger, FEW_BITS, learning_rate=1e-2)
+    losses, _ = go_on(step, run, 3)
+    assert losses[-1, 0] < losses[0, 0] - 0.3
 
 
 @pytest.mark.slow  # it reads Python's library
