@@ -611,6 +611,16 @@ def test_a_step_without_blocks_is_written_into_stacks_too(make):
 
 
 @pytest.mark.slow
+def test_a_layer_may_end_within_a_row_of_its_stack():
+    """Rows have 1,024 numbers, and a layer 248 x 248."""
+    params = weights(depth=(16,), width=248)
+    x = np.asarray(np.random.default_rng(0).normal(size=(4, 248)), np.float32)
+    with on_one_device():
+        reasons = assert_same_training(LOSS, ADAMW, params, x, interpret=True)
+    assert reasons == ALL_RELEASED
+
+
+@pytest.mark.slow
 def test_a_block_that_reaches_over_layers_keeps_the_gradient():
     """A layer of 8 x 8 is a quarter of a block, and eight layers are two."""
     params = weights(width=8, depth=(8,))
