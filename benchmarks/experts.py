@@ -64,15 +64,17 @@ COLUMNS = {
 }
 
 
-def needed(case: Case, recipe: str) -> int | None:
+def needed(case: Case, recipe: str, parameters: int) -> int | None:
     """Return on how many such GPUs AdamW fits by a recipe; None: on none of them."""
-    config = experts.CONFIGS[case.size]
-    counts = range(case.count, config.experts + 1)
-    for count in [n for n in counts if config.experts % n == 0]:
+    config, memory = experts.CONFIGS[case.size], usable(case.gpu)
+    for count in range(1, config.experts + 1):
+        # Parameters and moments alone.
+        if config.experts % count or 12 * parameters > count * memory:
+            continue
         report, _ = read(
             case.size, case.gpu, count, recipe, experts.MODEL, **RECIPES[recipe]
         )
-        if report.peak_bytes <= usable(case.gpu):
+        if report.peak_bytes <= memory:
             return count
     return None
 
@@ -95,7 +97,7 @@ def rows(size: str | None, with_others: bool) -> Iterator[Row]:
             by_kind = report.sent_by_kind.items()
             row[name] = sum(x for key, x in by_kind if key.startswith(kind)) / 1e9
         if with_others and case.rule == "adamw":
-            row |= {recipe: needed(case, recipe) for recipe in OTHERS}
+            row |= {recipe: needed(case, recipe, parameters) for recipe in OTHERS}
         yield row
 
 
