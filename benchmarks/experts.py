@@ -10,7 +10,7 @@ and AdamW or Muon. Experts and all else are divided among all GPUs. A program fi
 its peak takes at most `USABLE` of the memory.
 
 What float32 and bfloat16 with float32 masters need is the smallest number of GPUs,
-among those that divide the experts, on which AdamW's program fits.
+among those that divide the experts and the width, on which AdamW's program fits.
 """
 
 from collections.abc import Iterator
@@ -68,8 +68,9 @@ def needed(case: Case, recipe: str, parameters: int) -> int | None:
     """Return on how many such GPUs AdamW fits by a recipe; None: on none of them."""
     config, memory = experts.CONFIGS[case.size], usable(case.gpu)
     for count in range(1, config.experts + 1):
-        # Parameters and moments alone.
-        if config.experts % count or 12 * parameters > count * memory:
+        if config.experts % count or config.width % count:
+            continue
+        if 12 * parameters > count * memory:  # parameters and moments alone
             continue
         report, _ = read(
             case.size, case.gpu, count, recipe, experts.MODEL, **RECIPES[recipe]
