@@ -83,9 +83,9 @@ def _run(
     if facts.moves == "same" or (facts.blocks and not np.ndim(operands[0])):
         return operands[0]
     if matrices := of_matrices(eqn):
-        x = operands[1]
-        shape = -1, *eqn.outvars[0].aval.shape[-2:]
-        return matrices.whole(x.reshape(shape)).reshape(x.shape)
+        result: Any = eqn.outvars[0].aval
+        stack = operands[1].reshape(-1, *result.shape[-2:])
+        return matrices.whole(stack).reshape(operands[1].shape)
     if facts.blocks == "view":
         return _repeated(operands[0], width)
     if facts.blocks == "reduce":
