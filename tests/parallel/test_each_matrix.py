@@ -183,9 +183,12 @@ def test_a_stack_that_an_axis_divides_is_dealt_out_along_the_others_alone():
     )
     text = program(CUBES, {"experts": x})
     assert sends(text) == {"all-to-all"}
-    groups = re.findall(r"all-to-all.*?replica_groups=(\{\{.*?\}\}|\[[\d,]+\])", text)
+    # Listed, of some size in a grid, or along axes of a mesh.
+    form = r"all-to-all.*?replica_groups=(\{\{.*?\}\}|\[[\d,]+\]|mesh\[.*?\] *\{.*?\})"
+    groups = re.findall(form, text)
     assert groups
-    assert all(re.match(r"\{\{\d,\d\}|\[4,2\]", group) for group in groups)
+    pairs = r"\{\{\d,\d\}|\[4,2\]|mesh\[.*\] *\{'?model'?\}"
+    assert all(re.match(pairs, group) for group in groups), groups
 
 
 @pytest.mark.parametrize(
