@@ -168,7 +168,7 @@ class TrainRow:
 
     Attributes:
         path: the path of the parameter.
-        bytes: those of its gradient.
+        bytes: the size of its gradient.
         reason: why the gradient is ever whole; empty if it is not.
         is_recomputed: whether it is computed twice, first for a sum.
     """

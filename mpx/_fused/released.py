@@ -96,7 +96,7 @@ def find_stack(graph: Graph, gradient: Any) -> Stack | str:
 class Search:
     """Looks for the leaves that loops can release.
 
-    `graph` is that of the gradients. `program` is the update; its first inputs are what
+    `graph` has the gradients. `program` is the update; its first inputs are what
     the gradients are `made_of`. `twice` says whether loops may run twice.
     """
 
@@ -188,7 +188,7 @@ def _has_whole(stack: Var) -> bool:
 
 
 class Loop:
-    """A loop over layers in which some leaves are released.
+    """A loop over layers that releases some leaves.
 
     `in_place` has the new array that is written over an old one, in the program of the
     update. `of_params` has the parameter of that program for that of the gradients.
@@ -425,7 +425,7 @@ def _zeros(totals: Sequence[Total]) -> list[jax.Array]:
 def _with_sums(
     totals: Sequence[Total], sums: Sequence[Any], known: Values, place: Place
 ) -> list[jax.Array]:
-    """Return sums with those of the gradients of one layer added."""
+    """Add to sums what the gradients of one layer give."""
     # Their slices have no axes, so they are on all devices.
     more = place(functools.partial(_add_up, totals), sums)(
         [known[total.part.arrays[0]] for total in totals]

@@ -134,8 +134,8 @@ def needed_equations(
 
 
 def with_loops_late(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """Return equations in an order in which each runs before all loops that it need not
-    wait for: JAX converts a gradient at the very end.
+    """Put each equation before all loops that it need not wait for: JAX converts a
+    gradient at the very end.
     """
     if any(eqn.effects for eqn in eqns):
         return [*eqns]
@@ -196,7 +196,7 @@ def run_slice(
     """Return the outputs of a part on a slice of the leaf, from such a slice of its
     arrays and then its scalars.
 
-    With blocks it is a kernel, of those that are `compiled`, or else XLA's.
+    With blocks a `compiled` kernel runs; without `compiled`, XLA's.
     """
     if part.block == 1:  # in the shape that it has, which XLA can divide
         in_rows = part._replace(width=math.prod(shapes[0][-1:]))

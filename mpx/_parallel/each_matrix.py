@@ -352,7 +352,7 @@ class _Matrices(NamedTuple):
 
 
 def _may_share_rounds(x: jax.Array) -> bool:
-    """Return whether devices may compute matrices of a leaf beside those of another.
+    """Return whether devices may compute matrices of this leaf beside another leaf's.
 
     Of what is stacked twice, such as experts in layers, the rest of a last round is
     little.
