@@ -28,7 +28,6 @@ from mpx._stored.blocks import packed, unpacked
 
 Arrays = Sequence[jax.Array]
 
-
 _ELEMENTS_OF_A_WARP = 256  # 8 for each of its 32 threads
 # Up to 2**32 bytes Pallas counts elements in int32, and it would wrap around for more
 # than 2**31 single bytes: those go in pairs.

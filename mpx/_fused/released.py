@@ -26,7 +26,7 @@ from jax.sharding import AxisType
 
 from mpx._fused.fused_update import run_by
 from mpx._fused.partition import Part, Partition, Var, size_of
-from mpx._fused.schedule import run_in_stacks, run_slice
+from mpx._fused.schedule import run_in_stacks, run_slice, with_layer
 from mpx._fused.totals import is_total
 from mpx._jaxprs import Graph, closed_jaxpr, is_literal, scan_counts, with_source_of
 from mpx._primitives import facts_of, of_matrices
@@ -204,6 +204,9 @@ class Loop:
         self._leaves = leaves
         eqn = self._eqn = leaves[0].stack.loop
         self._length: int = eqn.params["length"]
+        self._body = jex_core.jaxpr_as_fun(closed_jaxpr(eqn.params["jaxpr"]))
+        # Where the body returns the gradients of a layer.
+        self._places = {x.source: eqn.outvars.index(x.stack.result) for x in leaves}
         self._reads = sum(scan_counts(eqn))  # the first operand that is cut into layers
         released = {leaf.stack.result for leaf in leaves}
         # What it still returns of each layer.
@@ -238,20 +241,21 @@ class Loop:
     def _totals(self) -> list[Total]:
         return [total for leaf in self._leaves for total in leaf.totals]
 
+    def _operands(self, of_grads: Values) -> list[Any]:
+        reads: list[Any] = self._eqn.invars
+        return [v.val if is_literal(v) else of_grads[v] for v in reads]
+
     def add_up(self, of_grads: Values, of_update: Values, place: Place) -> None:
         """Run the loop without steps, and add its sums and what else it returns to the
         values of both programs.
         """
         eqn, (consts, carries) = self._eqn, scan_counts(self._eqn)
-        reads: list[Any] = eqn.invars
-        operands = [v.val if is_literal(v) else of_grads[v] for v in reads]
-        body = jex_core.jaxpr_as_fun(closed_jaxpr(eqn.params["jaxpr"]))
-        places = {x.source: eqn.outvars.index(x.stack.result) for x in self._leaves}
+        operands = self._operands(of_grads)
 
         def turn(state, layer):
             inner, sums = state
-            made = body(*operands[:consts], *inner, *layer)
-            known = {source: made[i] for source, i in places.items()}
+            made = self._body(*operands[:consts], *inner, *layer)
+            known = {source: made[i] for source, i in self._places.items()}
             sums = _with_sums(self._totals, sums, known, place)
             return (made[:carries], sums), [made[i] for i in self._kept]
 
@@ -287,16 +291,13 @@ class Loop:
     ) -> None:
         """Run the loop, and add its results to the values of both programs."""
         eqn, (consts, carries) = self._eqn, scan_counts(self._eqn)
-        reads: list[Any] = eqn.invars
-        operands = [v.val if is_literal(v) else of_grads[v] for v in reads]
+        operands = self._operands(of_grads)
         old = {v: x for x, v in self._new.items()}
         carried = [
             of_update[old[v]] if v in old else jnp.zeros(v.aval.shape, v.aval.dtype)
             for v in self._outputs
         ]
         read = [v for v in self.needed if size_of(v) > 1 and v not in self._new]
-        body = jex_core.jaxpr_as_fun(closed_jaxpr(eqn.params["jaxpr"]))
-        places = {x.source: eqn.outvars.index(x.stack.result) for x in self._leaves}
 
         totals = [x for x in self._totals if x.result not in of_update]
 
@@ -317,8 +318,8 @@ class Loop:
                 x if weight is None else weight.of(known)
                 for weight, x in zip(self._weights, given, strict=True)
             ]
-            made = body(*operands[:consts], *inner, *xs)
-            known |= {source: made[i] for source, i in places.items()}
+            made = self._body(*operands[:consts], *inner, *xs)
+            known |= {source: made[i] for source, i in self._places.items()}
             sums = _with_sums(totals, sums, known, place)
             for leaf in self._leaves:
                 layers |= self._step(
@@ -385,8 +386,7 @@ class Loop:
         def by_slices(compiled, stacks, arrays, index, scalars):
             shapes, operands = [x.shape[1:] for x in stacks], [*arrays, *scalars]
             slices = run_slice(part, shapes, operands, interpret, compiled)
-            update = lax.dynamic_update_index_in_dim
-            return [update(x, y, index, 0) for x, y in zip(stacks, slices, strict=True)]
+            return with_layer(stacks, index, slices)
 
         def in_stacks(stacks, arrays, index, scalars):
             given = dict(enumerate(arrays)) | {k: stacks[i] for k, i in pairs.items()}

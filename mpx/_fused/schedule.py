@@ -270,10 +270,15 @@ def _in_stacks_by_xla(
     ]
     shapes = [stacks[i].shape[1:] for i in range(len(stacks))]
     results = _on_rows(part, functools.partial(run_part, part), shapes, *given)
-    return [
-        lax.dynamic_update_index_in_dim(stacks[i], x, index, 0)
-        for i, x in enumerate(results)
-    ]
+    return with_layer([stacks[i] for i in range(len(stacks))], index, results)
+
+
+def with_layer(
+    stacks: Sequence[jax.Array], index: jax.Array, slices: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Return stacks with slices written over one layer, by XLA."""
+    update = lax.dynamic_update_index_in_dim
+    return [update(x, y, index, 0) for x, y in zip(stacks, slices, strict=True)]
 
 
 def _named(arrays: Sequence[Any]) -> list[Any]:
