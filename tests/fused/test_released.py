@@ -82,11 +82,19 @@ def ways(loss, tx, interpret=False, **options):
     return mpx.train_step(loss, tx, interpret=interpret, **options), apart
 
 
-def in_order():
-    """Return compiler options under which equal arithmetic has equal bits: XLA also
-    rewrites no `(m / a) / b`.
+def in_order(params):
+    """Return compiler options under which equal arithmetic has equal bits.
+
+    Models of experts and models in 16 bits keep the wrappers (see `unfused`): without
+    them XLA of jax 0.10 also multiplies transposed matrices in 16 bits wrongly.
     """
-    options = unfused(batched_products=True)
+    leaves = jax.tree.leaves(params)
+    return unfused(any(x.ndim > 3 or x.dtype.itemsize == 2 for x in leaves))
+
+
+def rewriting_nothing(params):
+    """Return such options under which XLA also rewrites no `(m / a) / b`."""
+    options = in_order(params)
     passes = options["xla_disable_hlo_passes"]
     return options | {"xla_disable_hlo_passes": f"{passes},algsimp"}
 
@@ -97,7 +105,7 @@ def on_one_device():
 
 
 def assert_same_training(
-    loss, tx, params, *batch, steps=2, same=assert_same_bits, **options
+    loss, tx, params, *batch, steps=2, same=assert_same_bits, order=in_order, **options
 ):
     """Raise unless both ways give the same bits, step after step; return the reason why
     each gradient is kept.
@@ -109,7 +117,7 @@ def assert_same_training(
     def both(params, state, batch):
         return one(params, state, *batch), two(params, state, *batch)
 
-    both = jax.jit(both, compiler_options=in_order())
+    both = jax.jit(both, compiler_options=order(params))
     for _ in range(steps):
         actual, expected = both(params, state, batch)
         same(actual, expected)
@@ -299,7 +307,7 @@ def test_loops_run_twice_where_a_norm_of_all_gradients_comes_first(max_norm):
     twice = mpx.train_step(two_scans, tx, recompute_gradients=True)
     _, apart = ways(two_scans, tx)
     both = jax.jit(
-        lambda *given: (twice(*given), apart(*given)), compiler_options=in_order()
+        lambda *given: (twice(*given), apart(*given)), compiler_options=in_order(params)
     )
     for _ in range(2):
         actual, expected = both(params, state, X)
@@ -526,7 +534,8 @@ QUICK_OPTIMIZERS = {"clip_by_global_norm", "one average twice"}
 @pytest.mark.parametrize("name", cases(OPTIMIZERS, QUICK_OPTIMIZERS))
 def test_an_optimizer_has_the_same_bits(name):
     make, reasons = OPTIMIZERS[name]
-    assert assert_same_training(LOSS, make(), weights(), X) == reasons
+    order = rewriting_nothing if name == "masked" else in_order
+    assert assert_same_training(LOSS, make(), weights(), X, order=order) == reasons
 
 
 @pytest.mark.parametrize("recipe", cases(["f32", "bf16-split24-8bit"], {"f32"}))
@@ -587,8 +596,9 @@ def test_a_recipe_has_the_same_bits(recipe):
     loss = mpx.autocast(LOSS, recipe)
     x = jnp.asarray(np.tile(X, (4, 4)))
     is_in_few_bits = "bit" in (RECIPES[recipe].moments or "")
+    options = {"interpret": is_in_few_bits, "order": lambda _: unfused(recipe != "f32")}
     with on_one_device():
-        reasons = assert_same_training(loss, tx, params, x, interpret=is_in_few_bits)
+        reasons = assert_same_training(loss, tx, params, x, **options)
     assert reasons == (NEEDS_ALL if recipe == "f16-scaled" else ALL_RELEASED)
 
 
