@@ -1,11 +1,12 @@
-"""Set up the whole suite: eight CPU devices, a quick compiler, a cache of compiled
-programs, names for doctests.
+"""Set up the whole suite: eight CPU devices, a quick compiler, names for doctests.
+
+There is no cache of compiled programs. XLA for CPUs may forget in which order a program
+that it reads from JAX's cache sends arrays; then devices wait for each other for ever.
 """
 
 import gc
 import importlib.metadata
 import os
-import pathlib
 
 # Without LLVM's optimizations and XLA's newer emitters a program compiles in a third of
 # the time. Where XLA_FLAGS is set, be it empty, on a GPU, and with a later jaxlib
@@ -34,15 +35,6 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # By several workers; nothing runs on a TPU.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-# Tests share compiled programs with each other, with the processes that they start, and
-# with the next run. The folder is where pytest keeps what plugins cache, so that
-# `--cache-clear` empties it.
-os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR",
-    str(pathlib.Path(__file__).parent / ".pytest_cache" / "d" / "jax"),
-)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import hypothesis
 import jax

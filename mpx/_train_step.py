@@ -314,24 +314,21 @@ class _Programs:
             )
 
         late: list[Loop] = []
-
-        def run(loop):
-            self._compute(loop.needed)
-            loop.run(of_grads, of_update, self._interpret, self._placed_like)
-
+        options = of_grads, of_update, self._interpret, self._placed_like
         for eqn in self._program.eqns:
             if loop := self._loops.get(id(eqn)):
                 catch_up()
                 if loop.is_late:
-                    loop.add_up(of_grads, of_update, self._placed_like)
                     late.append(loop)
                 else:
-                    run(loop)
+                    self._compute(loop.needed)
+                loop.run(*options, has_steps=not loop.is_late)
             elif id(eqn) not in tails:
                 waiting.append(eqn)
         catch_up()
         for loop in late:
-            run(loop)
+            self._compute(loop.needed)
+            loop.run(*options)
         new = jax.tree.unflatten(self._tree, self._rest())
         rest = map(value, self._program.outvars[self._counts[0] :])
         _, outcome = jax.tree.unflatten(self._results, [*self.gradients, *rest])

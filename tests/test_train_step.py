@@ -29,6 +29,7 @@ from tests.fused.test_released import (
     in_blocks,
     in_order,
     layer,
+    on_one_device,
     rewriting_nothing,
     stacks,
     ways,
@@ -536,14 +537,17 @@ def test_matrices_that_a_device_is_known_to_have_whole_are_stepped_in_the_loop(
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("is_mean", [True, False])
-def test_it_runs_inside_of_a_shard_map(check_vma, is_mean):
+@pytest.mark.parametrize("twice", [False, True])
+def test_it_runs_inside_of_a_shard_map(check_vma, is_mean, twice):
     """With the mean of all devices, and as a model a device."""
+    tx = optax.chain(optax.clip_by_global_norm(1e9), SGD) if twice else SGD
 
     def loss(params, x):
         value = LOSS(params, x)
         return lax.pmean(value, "data") if is_mean else value
 
-    one, two = ways(loss, SGD)
+    one = mpx.train_step(loss, tx, recompute_gradients=twice)
+    _, two = ways(loss, tx)
 
     def both(params, state, x):
         if not is_mean and check_vma:
@@ -562,4 +566,12 @@ def test_it_runs_inside_of_a_shard_map(check_vma, is_mean):
     )
     params = weights()
     run = jax.jit(mapped, compiler_options=in_order(params))
-    assert_same_bits(*run(params, SGD.init(params), np.tile(X, (4, 1))))
+    assert_same_bits(*run(params, tx.init(params), np.tile(X, (4, 1))))
+
+
+def test_a_kernel_knows_its_layer_where_integers_have_64_bits():
+    with jax.enable_x64(True), on_one_device():
+        params = weights(width=256)
+        one, _ = ways(LOSS, ADAMW, interpret=True)
+        text = str(jax.make_jaxpr(one)(params, ADAMW.init(params), np.tile(X, 16)))
+    assert f"mpx_fused_update_1_of_{DEPTH}" in text

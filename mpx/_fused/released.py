@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.extend.core import JaxprEqn
@@ -30,7 +31,7 @@ from mpx._fused.schedule import run_in_stacks, run_slice, with_layer
 from mpx._fused.totals import is_total
 from mpx._jaxprs import Graph, closed_jaxpr, is_literal, scan_counts, with_source_of
 from mpx._primitives import facts_of, of_matrices
-from mpx._shardings import are_several_in_sight, parts_at
+from mpx._shardings import are_several_in_sight, dividing_devices, parts_at
 
 NO_LOOP = "no loop over layers makes its gradient"
 READ_ELSEWHERE = "something else reads its gradient"
@@ -121,7 +122,8 @@ class Search:
         leaves = self._partition.leaves
         leaf = next((x for x in leaves if source in x.inputs), None)
         if leaf is None or leaf.rows is None:
-            why = [x.reason for x in leaves if source in self._behind(x.outputs)]
+            reading = [leaf] if leaf else leaves
+            why = [x.reason for x in reading if source in self._behind(x.outputs)]
             return next(filter(None, why), READ_ELSEWHERE)
         part, now = leaf.rows, self._graph.number(stack.result)
         late = {v for v, x in self._sources.items() if self._graph.number(x) >= now}
@@ -160,12 +162,16 @@ class Search:
 
     @functools.cached_property
     def _totals(self) -> list[Total]:
-        """Return the sums of what is computed from one array alone."""
+        """Return the sums of what is computed from each element of one array alone."""
         found = [
             Total(eqn.outvars[0], self._partition.part_of(eqn.invars))
             for eqn in filter(is_total, self._program.eqns)
         ]
-        return [x for x in found if len(x.part.arrays) == 1 and not x.part.scalars]
+        return [
+            x
+            for x in found
+            if len(x.part.arrays) == x.part.block == 1 and not x.part.scalars
+        ]
 
 
 def _has_all_layers(stack: jax.Array) -> bool:
@@ -237,91 +243,60 @@ class Loop:
         read = [v for x in self._leaves for v in (*x.part.scalars, *x.part.arrays)]
         return [v for v in (*read, *self._new) if v not in sources]
 
-    @property
-    def _totals(self) -> list[Total]:
-        return [total for leaf in self._leaves for total in leaf.totals]
-
-    def _operands(self, of_grads: Values) -> list[Any]:
-        reads: list[Any] = self._eqn.invars
-        return [v.val if is_literal(v) else of_grads[v] for v in reads]
-
-    def add_up(self, of_grads: Values, of_update: Values, place: Place) -> None:
-        """Run the loop without steps, and add its sums and what else it returns to the
-        values of both programs.
-        """
-        eqn, (consts, carries) = self._eqn, scan_counts(self._eqn)
-        operands = self._operands(of_grads)
-
-        def turn(state, layer):
-            inner, sums = state
-            made = self._body(*operands[:consts], *inner, *layer)
-            known = {source: made[i] for source, i in self._places.items()}
-            sums = _with_sums(self._totals, sums, known, place)
-            return (made[:carries], sums), [made[i] for i in self._kept]
-
-        with with_source_of(eqn):
-            (inner, sums), kept = lax.scan(
-                turn,
-                (operands[consts : self._reads], _zeros(self._totals)),
-                operands[self._reads :],
-                length=self._length,
-                reverse=eqn.params["reverse"],
-                unroll=eqn.params["unroll"],
-            )
-        self._add(of_grads, of_update, inner, kept, self._totals, sums)
-
-    def _add(
+    def run(
         self,
         of_grads: Values,
         of_update: Values,
-        inner: Sequence[Any],
-        kept: Sequence[Any],
-        totals: Sequence[Total],
-        sums: Sequence[Any],
+        interpret: bool,
+        place: Place,
+        has_steps: bool = True,
     ) -> None:
-        """Add what a run returns, unless a run before did."""
-        results = self._eqn.outvars
-        made = [*results[: len(inner)], *(results[i] for i in self._kept)]
-        for v, x in zip(made, (*inner, *kept), strict=True):
-            of_grads.setdefault(v, x)
-        of_update |= zip((v for v, _ in totals), sums, strict=True)
-
-    def run(
-        self, of_grads: Values, of_update: Values, interpret: bool, place: Place
-    ) -> None:
-        """Run the loop, and add its results to the values of both programs."""
+        """Run the loop, with the steps of its leaves or for its sums alone, and add
+        what no run has returned yet to the values of both programs.
+        """
         eqn, (consts, carries) = self._eqn, scan_counts(self._eqn)
-        operands = self._operands(of_grads)
-        old = {v: x for x, v in self._new.items()}
-        carried = [
-            of_update[old[v]] if v in old else jnp.zeros(v.aval.shape, v.aval.dtype)
-            for v in self._outputs
+        reads: list[Any] = eqn.invars
+        operands = [v.val if is_literal(v) else of_grads[v] for v in reads]
+        leaves, outputs, new = self._leaves, self._outputs, self._new
+        weights, needed = self._weights, self.needed
+        if not has_steps:
+            leaves, outputs, new, needed = [], [], {}, []
+            weights = [None] * len(weights)
+        old = {v: x for x, v in new.items()}
+        carried = [of_update[old[v]] if v in old else _zeros(v) for v in outputs]
+        read = [v for v in needed if size_of(v) > 1 and v not in new]
+        totals = [
+            total
+            for leaf in self._leaves
+            for total in leaf.totals
+            if total.result not in of_update
         ]
-        read = [v for v in self.needed if size_of(v) > 1 and v not in self._new]
-
-        totals = [x for x in self._totals if x.result not in of_update]
 
         def turn(state, now):
             (inner, carried, sums), (index, given, others, before) = state, now
-            layers = dict(zip(self._outputs, carried, strict=True))
+            layers = dict(zip(outputs, carried, strict=True))
             now_carried = [
                 lax.dynamic_index_in_dim(layers[v], index, keepdims=False)
-                for v in self._new.values()
+                for v in new.values()
             ]
             # XLA for CPUs copies a whole array that it reads and writes in one turn, so
             # it reads what the array was before the loop.
             slices = lax.platform_dependent(
                 now_carried, before, cpu=lambda _, x: x, default=lambda x, _: x
             )
-            known = dict(zip((*read, *self._new), (*others, *slices), strict=True))
+            known = dict(zip((*read, *new), (*others, *slices), strict=True))
             xs = [
                 x if weight is None else weight.of(known)
-                for weight, x in zip(self._weights, given, strict=True)
+                for weight, x in zip(weights, given, strict=True)
             ]
             made = self._body(*operands[:consts], *inner, *xs)
             known |= {source: made[i] for source, i in self._places.items()}
-            sums = _with_sums(totals, sums, known, place)
-            for leaf in self._leaves:
+            # Their slices have no axes, so they are on all devices.
+            more = place(functools.partial(_add_up, totals), sums)(
+                [known[total.part.arrays[0]] for total in totals]
+            )
+            sums = [x + y for x, y in zip(sums, more, strict=True)]
+            for leaf in leaves:
                 layers |= self._step(
                     leaf, index, layers, known, of_update, interpret, place
                 )
@@ -330,7 +305,7 @@ class Loop:
 
         given = [
             x if weight is None else None
-            for weight, x in zip(self._weights, operands[self._reads :], strict=True)
+            for weight, x in zip(weights, operands[self._reads :], strict=True)
         ]
         stacks = [self._layers(x) for x in (*carried, *(of_update[v] for v in read))]
         with with_source_of(eqn):
@@ -339,21 +314,23 @@ class Loop:
                 (
                     operands[consts : self._reads],
                     stacks[: len(carried)],
-                    _zeros(totals),
+                    [_zeros(total.result) for total in totals],
                 ),
                 (
-                    jnp.arange(self._length),
+                    jnp.arange(self._length, dtype=np.int32),
                     given,
                     stacks[len(carried) :],
-                    [self._layers(of_update[x]) for x in self._new],
+                    [self._layers(of_update[x]) for x in new],
                 ),
                 reverse=eqn.params["reverse"],
                 unroll=eqn.params["unroll"],
             )
-        self._add(of_grads, of_update, inner, kept, totals, sums)
+        made = [*eqn.outvars[:carries], *(eqn.outvars[i] for i in self._kept)]
+        for v, x in zip(made, (*inner, *kept), strict=True):
+            of_grads.setdefault(v, x)
+        of_update |= zip((v for v, _ in totals), sums, strict=True)
         of_update |= {
-            v: x.reshape(v.aval.shape)
-            for v, x in zip(self._outputs, carried, strict=True)
+            v: x.reshape(v.aval.shape) for v, x in zip(outputs, carried, strict=True)
         }
 
     def _layers(self, x: jax.Array) -> jax.Array:
@@ -397,8 +374,9 @@ class Loop:
 
         by_xla = functools.partial(by_slices, None)
         by_kernel = functools.partial(by_slices, self._compiled)
-        # Else a kernel would need whole stacks on each device.
-        if all(map(_has_all_layers, stacks)):
+        # Else a kernel would need whole stacks on each device, or end within a row.
+        rows = self._length * dividing_devices() * part.width
+        if all(map(_has_all_layers, stacks)) and part.size % rows == 0:
             by_kernel = in_stacks
 
         def compute(*given):
@@ -418,19 +396,13 @@ def bound(eqn: JaxprEqn, *operands: Any) -> Any:
     return eqn.primitive.bind(*operands, **params)
 
 
-def _zeros(totals: Sequence[Total]) -> list[jax.Array]:
-    return [jnp.zeros((), v.aval.dtype) for v, _ in totals]
-
-
-def _with_sums(
-    totals: Sequence[Total], sums: Sequence[Any], known: Values, place: Place
-) -> list[jax.Array]:
-    """Add to sums what the gradients of one layer give."""
-    # Their slices have no axes, so they are on all devices.
-    more = place(functools.partial(_add_up, totals), sums)(
-        [known[total.part.arrays[0]] for total in totals]
-    )
-    return [x + y for x, y in zip(sums, more, strict=True)]
+def _zeros(v: Var) -> jax.Array:
+    """Return zeros of the type of a variable, which inside of `jax.shard_map` says
+    among which devices they will differ.
+    """
+    axes = tuple(v.aval.manual_axis_type.varying)
+    x = jnp.zeros(v.aval.shape, v.aval.dtype)
+    return lax.pcast(x, axes, to="varying") if axes else x
 
 
 def _add_up(totals: Sequence[Total], slices: Sequence[jax.Array]) -> list[jax.Array]:

@@ -231,19 +231,14 @@ def run_in_stacks(
     count = len(operands) - len(part.scalars)
     arrays = operands[:count]
     over = [part.outputs[i] for k, i in in_place.items() if k >= len(part.arrays)]
-    read = [*part.arrays, *over]
     stacks = {i: arrays[k] for k, i in in_place.items()}
     depth = len(stacks[0])
 
     def compute(shapes, *operands):
-        widths = [columns(v, part) for v in read]
-        sizes = [
-            x.size // (depth if k in in_place else 1)
-            for k, x in enumerate(operands[:count])
+        rows = [
+            x.reshape(-1, columns(v, part))
+            for x, v in zip(operands, [*part.arrays, *over], strict=False)
         ]
-        if any(size % width for size, width in zip(sizes, widths, strict=True)):
-            return _in_stacks_by_xla(part, in_place, operands)
-        rows = [x.reshape(-1, n) for x, n in zip(operands, widths, strict=False)]
         kernel = _kernel(part, in_place, interpret, compiled, depth)
         results = kernel(rows, operands[count:-1], operands[-1])
         return [x.reshape(shape) for x, shape in zip(results, shapes, strict=True)]
@@ -255,22 +250,6 @@ def run_in_stacks(
     )
     of_layers = {*local.outputs, *(local.arrays[k] for k in in_place)}
     return _on_devices(local, compute, [*operands, index], of_layers)
-
-
-def _in_stacks_by_xla(
-    part: Part, in_place: dict[int, int], operands: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Do the same on a device whose part of a layer ends within a row."""
-    *operands, index = operands
-    stacks = {i: operands[k] for k, i in in_place.items()}
-    given = [
-        lax.dynamic_index_in_dim(x, index, keepdims=False) if k in in_place else x
-        for k, x in enumerate(operands)
-        if not len(part.arrays) <= k < len(operands) - len(part.scalars)
-    ]
-    shapes = [stacks[i].shape[1:] for i in range(len(stacks))]
-    results = _on_rows(part, functools.partial(run_part, part), shapes, *given)
-    return with_layer([stacks[i] for i in range(len(stacks))], index, results)
 
 
 def with_layer(

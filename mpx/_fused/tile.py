@@ -104,7 +104,25 @@ def _run(
         # array.
         return jnp.broadcast_to(x, (rows, width)) if rows and not is_literal(v) else x
 
-    return eqn.primitive.bind(*map(even, operands, eqn.invars), **eqn.params)
+    evened = map(even, operands, eqn.invars)
+    return eqn.primitive.bind(*_varying_alike(list(evened)), **eqn.params)
+
+
+def _varying_alike(operands: list[Any]) -> list[Any]:
+    """Let arrays differ among the same devices, inside of `jax.shard_map`: `pvary`,
+    which says so of an array, is looked through.
+    """
+    axes = [
+        jax.typeof(x).manual_axis_type.varying if isinstance(x, jax.Array) else None
+        for x in operands
+    ]
+    every = frozenset().union(*filter(None, axes))
+    return [
+        x
+        if own is None or own == every
+        else lax.pcast(x, tuple(every - own), to="varying")
+        for x, own in zip(operands, axes, strict=True)
+    ]
 
 
 def _repeated(x: jax.Array, width: int) -> jax.Array:

@@ -333,6 +333,31 @@ def test_a_choice_that_is_no_sum_keeps_gradients():
     assert {row.path: row.reason for row in plan.rows} == BY_A_BRANCH
 
 
+SUMS = {
+    "of rows": lambda g: jnp.sqrt((g**2).sum(-1)).sum(),
+    "over layers": lambda g: jnp.abs(g.reshape(-1, WIDTH)).max(0).sum(),
+    "of maxima": lambda g: jnp.abs(g).max(-1).sum(),
+    "of blocks that reach over layers": lambda g: (
+        jnp.abs(g.reshape(2, -1)).max(-1).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_of_anything_but_elements_keeps_gradients(name):
+    """Elements of a result may be more than one layer, or less."""
+    divided = lambda grads, _: jax.tree.map(
+        lambda g: g / (1 + SUMS[name](grads["w"])), grads
+    )
+    tx = optax.chain(optax.stateless(divided), optax.sgd(1.0))
+    params = weights()
+    one = mpx.train_step(LOSS, tx, recompute_gradients=True)
+    _, two = ways(LOSS, tx)
+    given = params, tx.init(params), X
+    assert "w" not in {row.path for row in one.plan(*given).rows if not row.reason}
+    chex.assert_trees_all_close(jax.jit(one)(*given), jax.jit(two)(*given), rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_scan_of_one_layer_is_a_loop():
     """Its stack of scalars is a scalar: XLA computes that."""
