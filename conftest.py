@@ -21,14 +21,14 @@ if (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     )
     os.environ["XLA_FLAGS"] += "--xla_cpu_use_fusion_emitters=false"
-# Eight devices share few cores: one that waits longer than 40 seconds for another one
+# Eight devices share few cores: one that waits longer than this for another one
 # would end the process.
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     )
     os.environ["XLA_FLAGS"] += (
-        " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+        " --xla_cpu_collective_call_terminate_timeout_seconds=200"
     )
 # Tests compile for GPUs that are not here. JAX reads this when its first backend
 # starts, in whatever test that is.
