@@ -1,8 +1,4 @@
-"""Set up the whole suite: eight CPU devices, a quick compiler, names for doctests.
-
-There is no cache of compiled programs. XLA for CPUs may forget in which order a program
-that it reads from JAX's cache sends arrays; then devices wait for each other for ever.
-"""
+"""Set up the whole suite: eight CPU devices, a quick compiler, names for doctests."""
 
 import gc
 import importlib.metadata
@@ -21,8 +17,11 @@ if (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     )
     os.environ["XLA_FLAGS"] += "--xla_cpu_use_fusion_emitters=false"
-# Eight devices share few cores: one that waits longer than this for another one
-# would end the process.
+# Eight devices share few cores. Where one program starts before another one has ended,
+# all threads may wait for devices that get none: so programs run one after the other,
+# and what is stuck for longer than this ends the process. (No cache of compiled
+# programs: tests that find theirs there start them sooner, and reading takes as long.)
+os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
