@@ -57,10 +57,10 @@ def train_step(
     a loop need none of this: XLA frees each gradient when it is used.
 
     Gradients of all leaves are kept for what needs them together: clipping by the
-    global norm (without `recompute_gradients`), a dynamic loss scale (a step is skipped
-    as a whole), accumulation. So are those of leaves that the optimizer does not treat
-    element by element, in blocks inside of a layer, or as matrices that a device is
-    known to have whole.
+    global norm (without `recompute_gradients`), a loss scale of the optimizer (a step
+    is skipped as a whole), accumulation. So are those of leaves that the optimizer does
+    not treat element by element, in blocks inside of a layer, or as matrices that a
+    device is known to have whole.
 
     Args:
         loss_fn: a function of parameters and other arguments that returns a scalar
@@ -69,10 +69,12 @@ def train_step(
         has_aux: whether `loss_fn` returns a pair.
         argnums: the number of the argument of `loss_fn` that the parameters are.
         grad_dtype: as in `value_and_grad`.
-        recompute_gradients: whether loops may run twice, first for the sums that a step
-            needs of all gradients, such as the norm of `optax.clip_by_global_norm`, and
-            then for the steps. That is a second backward pass. Norms are added up layer
-            by layer, so their last bits may differ.
+        recompute_gradients: if a step needs a sum over all gradients first, such as the
+            norm of `optax.clip_by_global_norm`, run the loops of the backward pass
+            twice: once for the sum, once for the steps. What prints there prints twice.
+            Norms are added up layer by layer, so their last bits may differ. `plan`
+            names the leaves that are computed twice; without such a leaf it changes
+            nothing.
         interpret: whether to run kernels without a GPU, as in `fused_update`.
 
     Returns:

@@ -56,7 +56,7 @@ def in_a_kernel(
     the output written over it.
 
     With a layer, arrays that are written over are stacks of layers, and so are all
-    outputs. Those behind the arrays of the part are not read.
+    outputs. Arrays after those of the part are only written.
     """
     # Here, because importing it takes longer than the rest of mpx.
     from jax.experimental import pallas as pl
