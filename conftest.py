@@ -17,10 +17,11 @@ if (
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     )
     os.environ["XLA_FLAGS"] += "--xla_cpu_use_fusion_emitters=false"
-# Eight devices share few cores. Where one program starts before another one has ended,
-# all threads may wait for devices that get none: so programs run one after the other,
-# and what is stuck for longer than this ends the process. (No cache of compiled
-# programs: tests that find theirs there start them sooner, and reading takes as long.)
+# Eight devices share few cores, and devices that exchange arrays were seen to wait for
+# each other for ever; likely because a program started before another one had ended. So
+# programs run one after the other, and what is stuck for longer than this ends the
+# process. (No cache of compiled programs: with one, programs were stuck more often, and
+# a fresh run took longer.)
 os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (

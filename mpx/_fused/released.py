@@ -375,8 +375,9 @@ class Loop:
         by_xla = functools.partial(by_slices, None)
         by_kernel = functools.partial(by_slices, self._compiled)
         # Else a kernel would need whole stacks on each device, or end within a row.
-        rows = self._length * dividing_devices() * part.width
-        if all(map(_has_all_layers, stacks)) and part.size % rows == 0:
+        rows, rest = divmod(part.size, part.width)
+        has_rows = not rest and rows % (self._length * dividing_devices()) == 0
+        if has_rows and all(map(_has_all_layers, stacks)):
             by_kernel = in_stacks
 
         def compute(*given):
